@@ -1,0 +1,55 @@
+"""The work every engine is given, so that figures compare: chats, greedy, end-of-sequence ignored.
+
+Prompts differ from round to round, so that no engine finds an earlier round in its cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+TOPICS = (
+    "spring,databases,ocean tides,sorting algorithms,the Roman empire,bicycles,black holes,bread baking,"
+    "HTTP caching,whales,compilers,gardens,glaciers,jazz,chess,volcanoes"
+).split(",")
+SYSTEM_PROMPT = "You are a careful assistant for a support desk. " + " ".join(
+    f"Rule {i}: answer politely, cite the section {i * 7 % 13} of the handbook when relevant, and never invent facts."
+    for i in range(20)
+)
+
+Conversation = list[dict[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """So many conversations at once, each answered with `num_tokens` tokens."""
+
+    name: str
+    num_conversations: int
+    num_tokens: int = 64
+    shared_system_prompt: bool = False
+    """All begin with one system prompt of about 480 tokens, which no engine has seen before."""
+
+    def conversations(self, round_: int) -> list[Conversation]:
+        return [self._conversation(index, round_) for index in range(self.num_conversations)]
+
+    def _conversation(self, index: int, round_: int) -> Conversation:
+        topic = TOPICS[(index + round_) % len(TOPICS)]
+        question = (
+            f"Write a short paragraph about {topic}, point {index + 100 * round_}, and explain why it matters to people."
+        )
+        user = {"role": "user", "content": question}
+        if not self.shared_system_prompt:
+            return [user]
+        return [{"role": "system", "content": f"Shift {round_}. {SYSTEM_PROMPT}"}, user]
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("b1", 1),
+        Workload("b8", 8),
+        Workload("b32", 32),
+        Workload("b64", 64),
+        Workload("shared32", 32, shared_system_prompt=True),
+    )
+}

@@ -1,0 +1,18 @@
+"""LangChain chat models on a paged-backend engine in this process.
+
+>>> from langchain_paged import ChatPaged
+>>> ChatPaged(model="demo", max_tokens=30).invoke("Name a colour.").content
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from paged_backend import MissingExtraError, __version__
+
+if find_spec("langchain_core") is None:
+    raise MissingExtraError("langchain_paged", "langchain")
+
+from langchain_paged.chat_models import ChatPaged
+
+__all__ = ["ChatPaged", "__version__"]

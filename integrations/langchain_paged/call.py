@@ -1,0 +1,110 @@
+"""One call of a model: what counts for its answer, in the engine's terms."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from langchain_core.messages import BaseMessage
+from langchain_core.outputs import ChatResult
+
+from langchain_paged.messages import has_open_answer, to_openai
+from langchain_paged.outputs import ChunkWriter, chat_result
+from langchain_paged.settings import RequestSettings, unknown_name
+from paged_backend import LLM, InvalidRequestError, RequestOutput, SamplingParams
+
+_NOT_AVAILABLE_YET = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "functions",
+    "function_call",
+    "response_format",
+    "strict",
+)
+_TEMPLATE_OPTIONS = ("chat_template", "chat_template_kwargs", "continue_final_message")
+_OPTIONS = (*_TEMPLATE_OPTIONS, "timeout", "priority", "cache_salt")
+_NOT_SAMPLING = (*_OPTIONS, "logprobs", "top_logprobs", "stream_usage")
+_SAMPLING = tuple(name for name in RequestSettings.model_fields if name not in _NOT_SAMPLING)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """One conversation, and how it is answered."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    settings: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        fields: RequestSettings,
+        model: str,
+        messages: Sequence[BaseMessage],
+        stop: list[str] | None,
+        kwargs: Mapping[str, Any],
+    ) -> Self:
+        settings = settings_of_call(fields, stop, kwargs)
+        if settings["continue_final_message"] is None:
+            settings["continue_final_message"] = has_open_answer(messages)
+        return cls(model, to_openai(messages), settings)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the engine's chat methods take besides messages and sampling parameters."""
+        return {name: self.settings[name] for name in _OPTIONS if self.settings[name] is not None}
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        return {name: self.settings[name] for name in _TEMPLATE_OPTIONS}
+
+    def sampling_params(self, llm: LLM) -> SamplingParams:
+        """The model's recommendations, with what was given; without a limit of the answer's length in either, none."""
+        given = given_sampling(self.settings)
+        params = llm.get_default_sampling_params(**given)
+        is_fallback = "max_tokens" not in given and params.max_tokens == SamplingParams().max_tokens
+        return params.replace(max_tokens=None) if is_fallback else params
+
+    def result(self, outputs: Sequence[RequestOutput]) -> ChatResult:
+        return chat_result(outputs[0], self.model, num_top_logprobs=self.settings["top_logprobs"] or 0)
+
+    def chunk_writer(self) -> ChunkWriter:
+        """Raises InvalidRequestError if the chunks of several answers would mix."""
+        if self.settings["n"] not in (None, 1):
+            raise InvalidRequestError(f"n={self.settings['n']} answers cannot be streamed; use generate(), or n=1")
+        return ChunkWriter(
+            self.model,
+            num_top_logprobs=self.settings["top_logprobs"] or 0,
+            with_usage=self.settings["stream_usage"] is not False,
+        )
+
+
+def settings_of_call(fields: RequestSettings, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Every setting's value for one call: the call's, else the field's.
+
+    Raises InvalidRequestError for a name that nobody knows, NotImplementedError for what is not available yet.
+    """
+    values = {name: getattr(fields, name) for name in RequestSettings.model_fields}
+    for name, value in kwargs.items():
+        if name in values:
+            values[name] = value
+        elif name not in _NOT_AVAILABLE_YET:
+            raise InvalidRequestError(unknown_name("a call of ChatPaged", name, [*values, "model"]))
+        elif value:
+            raise NotImplementedError(f"{name}=... was given, but ChatPaged has no tools and structured output yet")
+    if stop is not None:
+        values["stop"] = stop
+    return values
+
+
+def given_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling settings that somebody chose, by the engine's names."""
+    given = {name: settings[name] for name in _SAMPLING if settings[name] is not None}
+    logprobs, num_top = settings["logprobs"], settings["top_logprobs"]
+    if logprobs is not None and not isinstance(logprobs, bool):
+        raise InvalidRequestError(f"logprobs={logprobs!r} must be True or False; top_logprobs says how many")
+    if logprobs or (logprobs is None and num_top is not None):
+        given["logprobs"] = num_top or 0
+    return given

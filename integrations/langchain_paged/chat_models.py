@@ -1,0 +1,318 @@
+"""`ChatPaged`: LangChain's chat model on the engine that this process shares."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import warnings
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Self
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables.config import get_config_list, patch_config
+from pydantic import AliasChoices, Field, model_validator
+
+import paged_backend
+from langchain_paged.call import Call, given_sampling, settings_of_call
+from langchain_paged.outputs import AsyncChunks
+from langchain_paged.settings import RequestSettings, unknown_name
+from paged_backend import LLM, AsyncStream, EngineConfig, SamplingParams
+
+
+class ChatPaged(RequestSettings, BaseChatModel):
+    """A chat model that runs in this process, on one paged and continuously batched engine per model.
+
+    All ChatPaged objects of the same `model` and `engine_kwargs` share an engine, which is made at the first call and
+    is the one that `LLM.shared` returns. Whatever they are asked at the same time, from threads, event loops and
+    chains, is computed in the same batches. Making, copying and pickling a ChatPaged loads nothing.
+
+    Setup:
+        ```bash
+        pip install 'paged-backend[langchain]'
+        ```
+
+    Instantiate:
+        ```python
+        from langchain_paged import ChatPaged
+
+        model = ChatPaged(model="demo", temperature=0, max_tokens=100)
+        ```
+
+        All settings of `RequestSettings` can be given here, to `bind` and to each call. An unknown name is a warning
+        here, as LangChain's models are often made from settings of other models, and an error in a call.
+
+    Invoke:
+        ```python
+        message = model.invoke("Name a colour.")
+        message.content, message.usage_metadata, message.response_metadata["finish_reason"]
+        ```
+
+        A conversation that ends with an AIMessage is continued: the answer goes on where that message stops.
+
+    Stream:
+        ```python
+        for chunk in model.stream("Name a colour."):
+            print(chunk.content, end="")
+        ```
+
+        Leaving the loop ends the request and frees its memory.
+
+    Batch:
+        ```python
+        model.batch(["Name a colour.", "Name a fruit."])
+        ```
+
+        All inputs are in the engine at once; `config={"max_concurrency": 4}` limits that.
+
+    Async:
+        ```python
+        await model.ainvoke("Name a colour.")
+        async for chunk in model.astream("Name a colour."):
+            ...
+        await model.abatch(["Name a colour.", "Name a fruit."])
+        ```
+
+        Cancelling the task ends its requests.
+
+    Use an engine of your own, or a model that is loaded already:
+        ```python
+        ChatPaged(llm=LLM(hf_model, tokenizer))
+        ```
+    """
+
+    model: str = Field(validation_alias=AliasChoices("model", "model_name"))
+    """`"demo"`, a folder, a `.gguf` file or a hub id. An `LLM` given here is taken as `llm`."""
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """How the engine is made: fields of `paged_backend.EngineConfig`, such as `{"kv_cache_memory": "2GiB"}`."""
+    llm: LLM | None = Field(default=None, exclude=True, repr=False)
+    """An engine to use instead of the shared one. It answers for its own name: a copy or a call with another `model`
+    uses the shared engine of that model."""
+    streaming: bool | None = None
+    """True: `invoke` streams for the callbacks' sake; False: `stream` does not stream."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
+        _warn_of_unknown(values, _names_of_fields(cls))
+        values = dict(values)
+        for name in ("model", "model_name"):
+            model = values.get(name)
+            if isinstance(model, LLM):
+                values["llm"] = values.pop(name)
+            elif isinstance(model, os.PathLike):
+                values[name] = os.fspath(model)
+            elif model is not None and not isinstance(model, str):
+                raise ValueError(f"model is a {type(model).__name__}; give a name, or llm=LLM(model, tokenizer)")
+        llm = values.get("llm")
+        if isinstance(llm, LLM) and values.keys().isdisjoint({"model", "model_name"}):
+            values["model"] = llm.model_name
+        return values
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        """Raise now what would be raised at the first call."""
+        EngineConfig(**self.engine_kwargs)
+        SamplingParams(**{"max_tokens": None} | given_sampling(settings_of_call(self, None, {})))
+        return self
+
+    @model_validator(mode="after")
+    def _set_paged_version(self) -> Self:
+        self._add_version("paged-backend", paged_backend.__version__)
+        return self
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """The model's own token ids, without special tokens around them. Loads the model if it is not in use yet."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return self._engine(self.model).tokenizer.encode(text, add_special_tokens=False)
+
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
+        """How many `input_tokens` these messages are when they are sent, everything that the template adds included."""
+        if not messages:
+            return 0
+        call = self._call(messages, None, {"tools": tools})
+        tokenizer = self._engine(self.model).tokenizer
+        return len(tokenizer.encode_chat(tokenizer.render_chat(call.messages, **call.template_options)))
+
+    def batch(
+        self,
+        inputs: list[LanguageModelInput],
+        config: RunnableConfig | list[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> list[AIMessage]:
+        """Answer all inputs at once, in order; `max_concurrency` in `config` limits how many are in the engine."""
+        configs = self._all_at_once(config, len(inputs))
+        return super().batch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
+
+    def batch_as_completed(  # type: ignore[override]
+        self,
+        inputs: Sequence[LanguageModelInput],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> Iterator[tuple[int, AIMessage | Exception]]:
+        """`batch`, but each answer comes with its index as soon as it is there."""
+        configs = self._all_at_once(config, len(inputs))
+        return super().batch_as_completed(inputs, configs, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload,no-any-return]
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self._call(messages, stop, kwargs)
+        llm = self._engine(call.model)
+        return call.result(llm.chat(call.messages, call.sampling_params(llm), use_tqdm=False, **call.options))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        call = self._call(messages, stop, kwargs)
+        llm = await self._engine_off_loop(call.model)
+        return call.result(await llm.achat(call.messages, call.sampling_params(llm), **call.options))
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        # LangChain itself reports each chunk to the callbacks: reporting it here too would count it twice.
+        call = self._call(messages, stop, kwargs)
+        writer = call.chunk_writer()
+        llm = self._engine(call.model)
+        with llm.stream_chat(call.messages, call.sampling_params(llm), **call.options) as outputs:
+            for output in outputs:
+                if (chunk := writer.write(output)) is not None:
+                    yield chunk
+
+    def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        call = self._call(messages, stop, kwargs)
+
+        async def start() -> AsyncStream:
+            llm = await self._engine_off_loop(call.model)
+            return llm.astream_chat(call.messages, call.sampling_params(llm), **call.options)
+
+        return AsyncChunks(start, call.chunk_writer())
+
+    @property
+    def _llm_type(self) -> str:
+        return "chat-paged"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """Whatever changes the answer, for traces and for the keys of LLM caches."""
+        settings = settings_of_call(self, None, {})
+        # LangChain puts the call's stop under `stop`, also if there is none, and would hide the field's.
+        settings["stop_sequences"] = settings.pop("stop")
+        given = {name: value for name, value in settings.items() if value is not None}
+        return {"model": self.model, "engine_kwargs": _differences_from_default(self._engine_config), **given}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        own = [self.stop] if isinstance(self.stop, str) else self.stop
+        params = super()._get_ls_params(stop=own if stop is None else stop, **kwargs)
+        params["ls_provider"] = "paged"
+        return params
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        profile = ModelProfile(
+            text_inputs=True,
+            image_inputs=False,
+            audio_inputs=False,
+            video_inputs=False,
+            text_outputs=True,
+            reasoning_output=False,
+            tool_calling=False,
+            structured_output=False,
+        )
+        own = self._own_engine(self.model)
+        limit = self._engine_config.max_model_len if own is None else own.max_model_len
+        if limit is not None:
+            profile["max_input_tokens"] = limit
+        return profile
+
+    def __getstate__(self) -> dict[Any, Any]:
+        if self.llm is not None:
+            raise TypeError(
+                "a ChatPaged with llm=... cannot be pickled, since an engine lives in one process; with model=... and "
+                "engine_kwargs=... it can, and finds its engine, or loads it, where it is used"
+            )
+        return super().__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Copies share the engine."""
+        memo = {} if memo is None else memo
+        memo[id(self.llm)] = self.llm
+        return super().__deepcopy__(memo)
+
+    @property
+    def _engine_config(self) -> EngineConfig:
+        own = self._own_engine(self.model)
+        return EngineConfig(**self.engine_kwargs) if own is None else own.config
+
+    def _own_engine(self, model: str) -> LLM | None:
+        return self.llm if self.llm is not None and self.llm.model_name == model else None
+
+    def _engine(self, model: str) -> LLM:
+        return self._own_engine(model) or LLM.shared(model, **self.engine_kwargs)
+
+    async def _engine_off_loop(self, model: str) -> LLM:
+        """The same without keeping the event loop waiting while a model is loaded."""
+        own = self._own_engine(model)
+        return await asyncio.to_thread(self._engine, model) if own is None else own
+
+    def _call(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Call:
+        # `stream` has done its work in LangChain.
+        settings = {name: value for name, value in kwargs.items() if name not in ("model", "stream")}
+        return Call.of(self, kwargs.get("model") or self.model, messages, stop, settings)
+
+    def _all_at_once(
+        self, config: RunnableConfig | Sequence[RunnableConfig] | None, num_inputs: int
+    ) -> list[RunnableConfig]:
+        """One config for each input. LangChain starts few threads, since it takes them for workers; ours only wait."""
+        most = min(num_inputs, self._engine_config.max_num_seqs)
+        return [
+            one if one.get("max_concurrency") is not None else patch_config(one, max_concurrency=most)
+            for one in get_config_list(config, num_inputs)
+        ]
+
+
+def _names_of_fields(cls: type[ChatPaged]) -> set[str]:
+    aliases = (field.validation_alias for field in cls.model_fields.values())
+    choices = (choice for alias in aliases if isinstance(alias, AliasChoices) for choice in alias.choices)
+    return {*cls.model_fields, *(choice for choice in choices if isinstance(choice, str))}
+
+
+def _warn_of_unknown(values: dict[str, Any], known: set[str]) -> None:
+    for name in values:
+        if name not in known:
+            # From here: the validator, pydantic's and LangChain's __init__, and the line that made the model.
+            warnings.warn(unknown_name("ChatPaged", name, known) + "; it is ignored", stacklevel=5)
+
+
+def _differences_from_default(config: EngineConfig) -> dict[str, Any]:
+    """The engine settings that somebody chose, always in the same order."""
+    default = EngineConfig()
+    names = [field.name for field in dataclasses.fields(config)]
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}

@@ -1,0 +1,114 @@
+"""The engine's outputs as LangChain's results and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Self
+
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+
+from paged_backend import AsyncStream, CompletionOutput, Logprob, RequestOutput
+
+
+def chat_result(output: RequestOutput, model_name: str, *, num_top_logprobs: int) -> ChatResult:
+    """All answers to one conversation; each has the usage of the whole request."""
+    usage = _usage(output, output.num_output_tokens)
+    generations = [
+        ChatGeneration(
+            message=AIMessage(content=answer.text, usage_metadata=usage),
+            generation_info=_logprobs(answer, num_top_logprobs) | _ending(answer, model_name),
+        )
+        for answer in output.outputs
+    ]
+    return ChatResult(generations=generations)
+
+
+class ChunkWriter:
+    """Turns a stream's outputs into chunks; the last one says why the answer ended and what it took."""
+
+    def __init__(self, model_name: str, *, num_top_logprobs: int, with_usage: bool) -> None:
+        self._model_name = model_name
+        self._num_top_logprobs = num_top_logprobs
+        self._with_usage = with_usage
+        self._num_output_tokens = 0
+
+    def write(self, output: RequestOutput) -> ChatGenerationChunk | None:
+        """None if the output has nothing to show, such as half a character."""
+        self._num_output_tokens += output.num_output_tokens
+        (news,) = output.outputs
+        logprobs = _logprobs(news, self._num_top_logprobs)
+        if output.finished:
+            usage = _usage(output, self._num_output_tokens) if self._with_usage else None
+            last = AIMessageChunk(content=news.text, usage_metadata=usage, chunk_position="last")
+            return ChatGenerationChunk(message=last, generation_info=logprobs | _ending(news, self._model_name))
+        if not news.text and not logprobs:
+            return None
+        return ChatGenerationChunk(message=AIMessageChunk(content=news.text), generation_info=logprobs or None)
+
+
+class AsyncChunks:
+    """The chunks of one answer, for an event loop.
+
+    Dropping it aborts the request at once. An async generator would do so some turns of the loop later, or never if
+    the loop ends first.
+    """
+
+    def __init__(self, start: Callable[[], Awaitable[AsyncStream]], writer: ChunkWriter) -> None:
+        self._start = start
+        self._writer = writer
+        self._stream: AsyncStream | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> ChatGenerationChunk:
+        if self._stream is None:
+            self._stream = await self._start()
+        while True:
+            chunk = self._writer.write(await anext(self._stream))
+            if chunk is not None:
+                return chunk
+
+    async def aclose(self) -> None:
+        if self._stream is not None:
+            await self._stream.aclose()
+
+
+def _usage(output: RequestOutput, num_output_tokens: int) -> UsageMetadata:
+    num_input_tokens = len(output.prompt_token_ids)
+    return UsageMetadata(
+        input_tokens=num_input_tokens,
+        output_tokens=num_output_tokens,
+        total_tokens=num_input_tokens + num_output_tokens,
+        input_token_details=InputTokenDetails(cache_read=output.num_cached_tokens),
+    )
+
+
+def _ending(answer: CompletionOutput, model_name: str) -> dict[str, Any]:
+    ending: dict[str, Any] = {
+        "finish_reason": answer.finish_reason,
+        "model_name": model_name,
+        "model_provider": "paged",
+    }
+    return ending if answer.stop_reason is None else ending | {"stop_reason": answer.stop_reason}
+
+
+def _logprobs(answer: CompletionOutput, num_top: int) -> dict[str, Any]:
+    """OpenAI's form; nothing if they were not asked for."""
+    if answer.logprobs is None:
+        return {}
+    tokens = zip(answer.token_ids, answer.logprobs, strict=True)
+    return {"logprobs": {"content": [_position(token_id, logprobs, num_top) for token_id, logprobs in tokens]}}
+
+
+def _position(token_id: int, logprobs: Mapping[int, Logprob], num_top: int) -> dict[str, Any]:
+    best = sorted((logprob for logprob in logprobs.values() if logprob.rank <= num_top), key=lambda best: best.rank)
+    return _token(logprobs[token_id]) | {"top_logprobs": [_token(logprob) for logprob in best]}
+
+
+def _token(logprob: Logprob) -> dict[str, Any]:
+    text = logprob.decoded_token or ""
+    is_whole = "\ufffd" not in text  # half a character is not to be had as bytes
+    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode()) if is_whole else None}

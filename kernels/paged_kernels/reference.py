@@ -1,0 +1,107 @@
+"""What every kernel of this package computes, in plain torch: the definition that the fast ones are tested against.
+
+Shapes use one set of letters: T tokens, S sequences, H query heads, K key/value heads, D size of a query or key head,
+Dv size of a value head.
+"""
+
+import torch
+from torch import Tensor
+
+
+def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write the keys and values of new tokens into their slots of the paged cache.
+
+    Args:
+        key: [T, K, D]
+        value: [T, K, Dv]
+        k_cache: [num_blocks, K, block_size, D]; one head's slots in a block are contiguous.
+        v_cache: [num_blocks, K, block_size, Dv]
+        slot_mapping: [T] int64, `block_id * block_size + offset` of each token; -1 writes nothing.
+    """
+    block_size = k_cache.shape[2]
+    written = slot_mapping >= 0
+    slots = slot_mapping[written]
+    k_cache[slots // block_size, :, slots % block_size] = key[written]
+    v_cache[slots // block_size, :, slots % block_size] = value[written]
+
+
+def paged_attention(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's last tokens to all its cached ones, themselves included.
+
+    Cache slots and block table entries of positions that no query can see are never read.
+
+    Args:
+        query: [T, H, D], the sequences one after the other. H is a multiple of K.
+        k_cache: [num_blocks, K, block_size, D]
+        v_cache: [num_blocks, K, block_size, Dv]
+        block_tables: [S, max_blocks] int32
+        query_start_loc: [S + 1] int32; sequence s has the queries from entry s up to entry s + 1, perhaps none.
+        seq_lens: [S] int32, the cached tokens of each sequence, those of this step's queries included.
+        scale: factor of the logits.
+        window: a query sees the key at its own position and the `window - 1` before it.
+        chunk: a query sees only keys of its own chunk, where chunks are `chunk` positions long and start at 0.
+        softcap: bound of the scaled logits x, which become `softcap * tanh(x / softcap)`.
+        sinks: [H], a logit per head that takes part in the softmax and has no value.
+        alibi_slopes: [H], adds `slope * (key position - query position)` to the logits.
+
+    Returns:
+        [T, H, Dv] in the type of `query`; softmax and sums are float32.
+    """
+    num_heads, num_kv_heads = query.shape[1], k_cache.shape[1]
+    out = query.new_empty(query.shape[0], num_heads, v_cache.shape[3])
+    starts = query_start_loc.tolist()
+    for s, seq_len in enumerate(seq_lens.tolist()):
+        num_queries = starts[s + 1] - starts[s]
+        if num_queries == 0:
+            continue
+        q_pos = torch.arange(seq_len - num_queries, seq_len, device=query.device)
+        first = _first_visible(q_pos, window, chunk)
+        k_pos = torch.arange(int(first[0]), seq_len, device=query.device)
+        k = _gather(k_cache, block_tables[s], k_pos).repeat_interleave(num_heads // num_kv_heads, 0)
+        v = _gather(v_cache, block_tables[s], k_pos).repeat_interleave(num_heads // num_kv_heads, 0)
+        q = query[starts[s] : starts[s + 1]].float().transpose(0, 1)
+
+        logits = q @ k.transpose(1, 2) * scale  # [H, queries, keys]
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        if alibi_slopes is not None:
+            logits = logits + alibi_slopes.float()[:, None, None] * (k_pos - q_pos[:, None])
+        hidden = (k_pos > q_pos[:, None]) | (k_pos < first[:, None])
+        logits = logits.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float()[:, None, None].expand(-1, num_queries, 1)
+            logits = torch.cat([logits, sink], dim=-1)
+        weights = logits.softmax(dim=-1)[..., : len(k_pos)]
+        out[starts[s] : starts[s + 1]] = (weights @ v).transpose(0, 1).to(out.dtype)
+    return out
+
+
+def _first_visible(q_pos: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    """The first key position that the query at each position sees."""
+    first = torch.zeros_like(q_pos)
+    if window is not None:
+        first = torch.maximum(first, q_pos - window + 1)
+    if chunk is not None:
+        first = torch.maximum(first, q_pos // chunk * chunk)
+    return first
+
+
+def _gather(cache: Tensor, block_table: Tensor, positions: Tensor) -> Tensor:
+    """One sequence's rows of the cache at these positions, [K, positions, head size] in float32."""
+    block_size = cache.shape[2]
+    blocks = block_table[positions // block_size].long()
+    return cache[blocks, :, positions % block_size].float().transpose(0, 1)

@@ -1,0 +1,96 @@
+"""Batched, paged LLM inference inside the LangChain, LlamaIndex and Hugging Face code you already have.
+
+>>> from paged_backend import LLM, SamplingParams
+>>> llm = LLM("demo")
+>>> llm.chat([{"role": "user", "content": "Name a colour."}], SamplingParams(max_tokens=20))[0].outputs[0].text
+
+Importing this package is quick: torch and transformers are imported when the first model is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "LLM": "llm",
+    "AsyncStream": "async_stream",
+    "Backend": "backend",
+    "CompletionOutput": "outputs",
+    "ConfigError": "errors",
+    "EngineConfig": "config",
+    "EngineDeadError": "errors",
+    "EngineError": "errors",
+    "EngineStats": "engine.metrics",
+    "InvalidRequestError": "errors",
+    "Logprob": "outputs",
+    "MissingExtraError": "errors",
+    "ModelError": "errors",
+    "OverloadedError": "errors",
+    "PagedBackendError": "errors",
+    "RepetitionDetection": "sampling_params",
+    "RequestHandle": "handle",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "RequestOutputKind": "sampling_params",
+    "RequestTimeoutError": "errors",
+    "SamplingParams": "sampling_params",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncStream",
+    "Backend",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineError",
+    "EngineStats",
+    "InvalidRequestError",
+    "Logprob",
+    "MissingExtraError",
+    "ModelError",
+    "OverloadedError",
+    "PagedBackendError",
+    "RepetitionDetection",
+    "RequestHandle",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "RequestTimeoutError",
+    "SamplingParams",
+]
+
+if TYPE_CHECKING:
+    from paged_backend.async_stream import AsyncStream
+    from paged_backend.backend import Backend
+    from paged_backend.config import EngineConfig
+    from paged_backend.engine.metrics import EngineStats
+    from paged_backend.errors import (
+        ConfigError,
+        EngineDeadError,
+        EngineError,
+        InvalidRequestError,
+        MissingExtraError,
+        ModelError,
+        OverloadedError,
+        PagedBackendError,
+        RequestTimeoutError,
+    )
+    from paged_backend.handle import RequestHandle
+    from paged_backend.llm import LLM
+    from paged_backend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,101 @@
+"""Text to ids and back: one tokenizer, safe for many threads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from paged_backend.chat.messages import Message, normalised
+from paged_backend.engine.output_processor import TextDecoder
+from paged_backend.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Tokenizer:
+    """What the engine needs of a Hugging Face tokenizer. It never changes the tokenizer it was given.
+
+    Encoding a text adds special tokens as the tokenizer is set to do, but never a second BOS to a text that starts with
+    one. A chat is tokenised as its template rendered it, with nothing added.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_template or self._tokenizer.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"a prompt of type {type(text).__name__} must be text or a list of token ids")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"the text has a lone surrogate {text[error.start]!r} at character {error.start}, "
+                "which is no Unicode text"
+            ) from None
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        bos = self._tokenizer.bos_token_id
+        if add_special_tokens and bos is not None and token_ids[:2] == [bos, bos]:
+            return token_ids[1:]
+        return token_ids
+
+    def encode_word(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """The spellings of a word in ids: at the start of a text, and after a space."""
+        spellings = (self.encode(text, add_special_tokens=False) for text in (word, " " + word.lstrip()))
+        return tuple(dict.fromkeys(map(tuple, spellings)))
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt as text. `continue_final_message` leaves the last message open, for the model to go on with."""
+        template = chat_template or self._chat_template
+        if not (template or self._tokenizer.chat_template):
+            raise InvalidRequestError(
+                "the model has no chat template; give one with chat_template=..., or send a plain prompt to generate()"
+            )
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequestError("add_generation_prompt and continue_final_message exclude each other; give one")
+        conversation = normalised(messages)
+        try:
+            text = self._tokenizer.apply_chat_template(
+                conversation,
+                chat_template=template,
+                add_generation_prompt=not continue_final_message
+                if add_generation_prompt is None
+                else add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **(chat_template_kwargs or {}),
+            )
+        except Exception as error:  # templates are programs: they raise what they like
+            raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def encode_chat(self, rendered: str) -> list[int]:
+        return self.encode(rendered, add_special_tokens=False)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def decoder(self) -> TextDecoder:
+        """The two ways to decode, without the tokenizer's own overhead where it has a fast backend."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return TextDecoder(self.decode, lambda ids: self.decode(ids, skip_special_tokens=False))
+        return TextDecoder(backend.decode, lambda ids: str(backend.decode(ids, skip_special_tokens=False)))

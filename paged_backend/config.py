@@ -1,0 +1,107 @@
+"""The engine's settings: frozen, and checked once, here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+from paged_backend.errors import ConfigError
+from paged_backend.fields import Checker, rejects_unknown_arguments
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@rejects_unknown_arguments(ConfigError)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How the engine is built; the names are vLLM's where it has one.
+
+    Raises `ConfigError` that names the field, its value and its limit.
+    """
+
+    dtype: str = "auto"
+    """`auto` (the checkpoint's; float32 where a CPU has no bfloat16 arithmetic), `float32`, `bfloat16`, `float16`."""
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`, as torch spells it."""
+    max_model_len: int | None = None
+    """Most tokens of a prompt and its output together; None: the model's own limit."""
+    kv_cache_memory: int | str | None = None
+    """Memory for keys and values, in bytes or as `"2GiB"`; None: a share of what is free."""
+    gpu_memory_utilization: float = 0.9
+    """The share of free device memory the KV cache may take when `kv_cache_memory` is None. On a CPU, where the
+    memory is everybody's, a third of this share, and 4 GiB at most."""
+    block_size: int = 16
+    """Tokens per block, 1 to 256."""
+    num_gpu_blocks_override: int | None = None
+    """Number of blocks, whatever the memory; for tests and for comparing engines."""
+    enable_prefix_caching: bool = True
+    """Keep the blocks of finished requests findable until their memory is needed."""
+    max_num_seqs: int = 256
+    """Most sequences in one step."""
+    max_num_batched_tokens: int = 512
+    """Most tokens computed in one step."""
+    max_num_queued_reqs: int | None = None
+    """Most requests waiting for their first step; one more raises `OverloadedError`. None: no limit."""
+    max_logprobs: int = 20
+    """Largest `logprobs` and `prompt_logprobs` a request may ask for; -1: no limit."""
+    seed: int = 0
+    """Where requests without a seed draw theirs from."""
+    quantization: str | None = None
+    """Not available yet; None."""
+    tensor_parallel_size: int = 1
+    """Not available yet; 1."""
+    swap_space: float = 0
+    """Not available yet; 0: preempted requests are recomputed."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a checkpoint."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub repository."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer, if it is not the model's."""
+    chat_template: str | None = None
+    """A Jinja template, or a path to one, instead of the tokenizer's own."""
+    generation_config: str = "auto"
+    """`auto`: take sampling defaults from the model's generation_config.json; `none`: do not (its end tokens count
+    either way)."""
+    cache_dir: str | None = None
+    """Where converted models are kept; None: `~/.cache/paged-backend`."""
+
+    def __post_init__(self) -> None:
+        check = Checker(ConfigError, self)
+        check.choice("dtype", DTYPES)
+        check.choice("generation_config", ("auto", "none"))
+        check.integer("max_model_len", 2, optional=True)
+        check.number("gpu_memory_utilization", 0.0, 1.0, open_low=True)
+        check.integer("block_size", 1, 256)
+        check.integer("num_gpu_blocks_override", 1, optional=True)
+        check.integer("max_num_seqs", 1)
+        check.integer("max_num_batched_tokens", 1)
+        check.integer("max_num_queued_reqs", 1, optional=True)
+        check.integer("max_logprobs", -1)
+        check.integer("seed", 0, 2**63 - 1)
+        check.flag("enable_prefix_caching", "trust_remote_code")
+        object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
+        for name, only in (("quantization", None), ("tensor_parallel_size", 1), ("swap_space", 0)):
+            if getattr(self, name) != only:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is not available yet; leave it at {only!r}")
+
+    @property
+    def cache_folder(self) -> str:
+        return self.cache_dir or os.path.join(os.path.expanduser("~"), ".cache", "paged-backend")
+
+
+def parse_bytes(value: int | str | None) -> int | None:
+    """`2 * 2**30`, `"2GiB"`, `"500 MB"` or `"1024"` as bytes; None stays None."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    match = (
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+    )
+    num_bytes = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
+    if num_bytes <= 0:
+        raise ConfigError(
+            f"kv_cache_memory={value!r} must be a number of bytes > 0, or a string like '2GiB' or '500MB'"
+        )
+    return num_bytes

@@ -1,0 +1,219 @@
+"""One step of the engine: schedule, run the model, sample, update, write text."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+from paged_backend.engine.metrics import EngineMetrics, EngineStats
+from paged_backend.engine.output_processor import OutputProcessor, RawLogprobs, SampledToken
+from paged_backend.engine.request import FinishReason, Request, Sequence, Status
+from paged_backend.engine.scheduler import SampledSequence, Scheduler, SchedulerOutput
+from paged_backend.errors import EngineError, RequestTimeoutError
+from paged_backend.outputs import CompletionOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """Runs the model on what was scheduled."""
+
+    def execute(self, output: SchedulerOutput) -> Any:
+        """Logits [R, V]: for each scheduled sequence in order, those of its last `num_logits` tokens."""
+        ...
+
+    def rows(self, logits: Any, rows: list[int]) -> Any:
+        """These rows of the logits, in this order; the sampler may overwrite the result."""
+        ...
+
+
+class Sampler(Protocol):
+    """Chooses tokens."""
+
+    def sample(self, logits: Any, sequences: list[Sequence]) -> Iterable[SampledToken]:
+        """The next token of each sequence; logits has one row for each."""
+        ...
+
+    def prompt_logprobs(self, logits: Any, token_ids: list[int], num_logprobs: int) -> list[RawLogprobs]:
+        """The log-probabilities of `token_ids`; row i of the logits predicts id i."""
+        ...
+
+
+class EngineOutput(NamedTuple):
+    """News of a request: something new in one of its outputs, or the error that ended it."""
+
+    request: Request
+    news: CompletionOutput | Exception
+
+
+class Engine:
+    """Owns the requests from their admission to their end; used by one thread.
+
+    An error in a step ends the requests in that step; an error with one request's text ends that request. Either way
+    their blocks are free again and the engine goes on.
+    """
+
+    def __init__(
+        self, runner: Runner, sampler: Sampler, scheduler: Scheduler, output_processor: OutputProcessor
+    ) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._scheduler = scheduler
+        self._output_processor = output_processor
+        self._requests: dict[str, Request] = {}
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._metrics = EngineMetrics()
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def add_request(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self._scheduler.add_request(request)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, id(request), request))
+
+    def abort(self, request_id: str) -> list[EngineOutput]:
+        """End a request; unknown and finished ids are fine."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        alive = [sequence for sequence in request.sequences if sequence.status is not Status.FINISHED]
+        self._scheduler.finish_all(alive, FinishReason.ABORT)
+        return self._emit(alive)
+
+    def step(self) -> list[EngineOutput]:
+        """Advance every scheduled sequence and return the news."""
+        outputs = self._expire()
+        if not self._scheduler.has_work:
+            return outputs
+        start = time.monotonic()
+        scheduled = self._scheduler.schedule()
+        assert scheduled.scheduled, "sequences wait, but none of them could be scheduled"
+        try:
+            logits = self._runner.execute(scheduled)
+            self._collect_prompt_logprobs(scheduled, logits)
+            sampled = self._scheduler.advance(scheduled)
+            tokens = self._sample(logits, sampled)
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(scheduled.scheduled))
+            return outputs + self._fail_step(scheduled, error)
+        outputs += self._update(scheduled, sampled, tokens)
+        self._metrics.step(scheduled, len(sampled), time.monotonic() - start, self._scheduler)
+        return outputs
+
+    def fail_all(self, error: Exception) -> list[EngineOutput]:
+        """End every request with `error`."""
+        return [output for request in list(self._requests.values()) for output in self._fail(request, error)]
+
+    def stats(self) -> EngineStats:
+        return self._metrics.stats(self._scheduler)
+
+    def _expire(self) -> list[EngineOutput]:
+        outputs: list[EngineOutput] = []
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if request.request_id in self._requests and not request.is_finished:
+                seconds = now - request.metrics.arrival_time
+                error = RequestTimeoutError(
+                    f"request {request.request_id} did not finish within its timeout ({seconds:.1f} s after arrival, "
+                    f"{sum(s.num_output_tokens for s in request.sequences if s.token_ids)} tokens generated)"
+                )
+                outputs += self._fail(request, error)
+        return outputs
+
+    def _sample(self, logits: Any, sampled: list[SampledSequence]) -> list[SampledToken]:
+        if not sampled:
+            return []
+        rows = self._runner.rows(logits, [row for _, row in sampled])
+        return list(self._sampler.sample(rows, [sequence for sequence, _ in sampled]))
+
+    def _collect_prompt_logprobs(self, scheduled: SchedulerOutput, logits: Any) -> None:
+        """Each computed prompt token predicts the next one; called before the scheduler counts them as computed."""
+        end_row = 0
+        for sequence, num_tokens, num_logits in scheduled.scheduled:
+            end_row += num_logits
+            request = sequence.request
+            if request.prompt_logprobs is None or not request.wants_prompt_logprobs:
+                continue
+            first = sequence.num_computed_tokens + 1
+            token_ids = request.prompt_token_ids[first : first + num_tokens]
+            start_row = end_row - num_logits
+            rows = self._runner.rows(logits, list(range(start_row, start_row + len(token_ids))))
+            num_logprobs = request.params.prompt_logprobs or 0
+            named = map(self._output_processor.named, self._sampler.prompt_logprobs(rows, token_ids, num_logprobs))
+            request.prompt_logprobs[first:] = named
+
+    def _update(
+        self, scheduled: SchedulerOutput, sampled: list[SampledSequence], tokens: list[SampledToken]
+    ) -> list[EngineOutput]:
+        now = time.monotonic()
+        outputs: list[EngineOutput] = []
+        for (sequence, _), token in zip(sampled, tokens, strict=True):
+            if sequence.status is Status.FINISHED:
+                continue  # its text failed a moment ago, with another sample of the same request
+            if sequence.request.metrics.first_token_time is None:
+                sequence.request.metrics.first_token_time = now
+            self._scheduler.update(sequence, token.token_id)
+            outputs += self._write(sequence, token)
+        for sequence, _, _ in scheduled.scheduled:
+            if sequence.request.max_tokens == 0 and sequence.status is Status.FINISHED:
+                outputs += self._emit(sequence.request.sequences)
+        return outputs
+
+    def _write(self, sequence: Sequence, token: SampledToken) -> list[EngineOutput]:
+        try:
+            stop = self._output_processor.append(sequence, token)
+        except Exception as error:
+            return self._fail_text(sequence, error)
+        if stop is not None:
+            # The text decides over the ids: a stop string in the last token allowed is the reason for the end.
+            self._scheduler.finish(sequence, FinishReason.STOP)
+            sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop
+        return self._emit([sequence])
+
+    def _emit(self, sequences: list[Sequence]) -> list[EngineOutput]:
+        outputs: list[EngineOutput] = []
+        for sequence in sequences:
+            try:
+                news = self._output_processor.emit(sequence)
+            except Exception as error:
+                return outputs + self._fail_text(sequence, error)
+            if news is not None:
+                outputs.append(EngineOutput(sequence.request, news))
+            self._forget_if_finished(sequence.request)
+        return outputs
+
+    def _fail_text(self, sequence: Sequence, error: Exception) -> list[EngineOutput]:
+        request = sequence.request
+        logger.error("the tokens of request %s could not be written as text", request.request_id, exc_info=error)
+        failure = EngineError(f"the output could not be decoded: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return self._fail(request, failure)
+
+    def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineOutput]:
+        self._scheduler.kv_cache_manager.unpublish_step()
+        requests = {sequence.request.request_id: sequence.request for sequence, _, _ in scheduled.scheduled}
+        outputs: list[EngineOutput] = []
+        for request in requests.values():
+            failure = EngineError(f"the step failed with {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            outputs += self._fail(request, failure)
+        return outputs
+
+    def _fail(self, request: Request, error: Exception) -> list[EngineOutput]:
+        self._scheduler.finish_all(request.sequences, FinishReason.ERROR)
+        if self._requests.pop(request.request_id, None) is None:
+            return []
+        self._metrics.failed(error)
+        return [EngineOutput(request, error)]
+
+    def _forget_if_finished(self, request: Request) -> None:
+        if request.is_finished and self._requests.pop(request.request_id, None) is not None:
+            request.metrics.finished_time = time.monotonic()
+            self._metrics.finished(request)

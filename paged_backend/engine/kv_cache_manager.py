@@ -1,0 +1,135 @@
+"""The KV cache in a sequence's terms: find its prefix, make room for its tokens, fork it, give its blocks back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from paged_backend.engine.block_pool import BlockKey, BlockPool, CachedBlock
+from paged_backend.engine.request import Sequence
+
+
+class BlockCopy(NamedTuple):
+    """Keys and values the runner copies before the step's own are stored."""
+
+    source: int
+    target: int
+
+
+class KVCacheManager:
+    """Keeps every sequence's block table.
+
+    A table covers at least the sequence's computed tokens. Blocks another sequence may read are never written: a
+    sequence whose next slot lies in a shared block gets a copy of it first. Only full blocks are published, as soon as
+    a step is scheduled to fill them, so that requests that arrive together share them; if that step fails,
+    `unpublish_step` takes them back.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        self._published_in_step: list[int] = []
+
+    @property
+    def num_slots(self) -> int:
+        """How many tokens the whole cache holds."""
+        return self.pool.num_blocks * self.block_size
+
+    def begin_step(self) -> None:
+        self._published_in_step.clear()
+
+    def unpublish_step(self) -> None:
+        """The step failed: nobody may find the blocks it was to fill."""
+        for block in self._published_in_step:
+            self.pool.unpublish(block)
+        self._published_in_step.clear()
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Give a sequence without blocks a table for all its tokens; False, and nothing changed, if they do not fit.
+
+        Blocks of a known prefix are shared and count as computed.
+        """
+        assert not sequence.block_table
+        hits = self._match_prefix(sequence)
+        num_new = -(-sequence.num_tokens // self.block_size) - len(hits)
+        num_free_hits = sum(self.pool.ref_count(hit.block) == 0 for hit in hits)
+        if num_new > self.pool.num_free - num_free_hits:
+            return False
+        for hit in hits:
+            self.pool.share(hit.block)
+        sequence.block_table = [hit.block for hit in hits] + [self.pool.allocate() for _ in range(num_new)]
+        sequence.num_computed_tokens = len(hits) * self.block_size
+        sequence.num_published_blocks = len(hits)
+        sequence.prefix_id = hits[-1].prefix_id if hits else None
+        self.num_queried_tokens += sequence.num_tokens
+        self.num_hit_tokens += sequence.num_computed_tokens
+        return True
+
+    def allocate_slots(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
+        """Room for the next `num_tokens` tokens of a running sequence; None, and nothing changed, if there is none.
+
+        Returns the copy (if any) that must be made before they are written.
+        """
+        first, table = sequence.num_computed_tokens, sequence.block_table
+        num_new = -(-(first + num_tokens) // self.block_size) - len(table)
+        index = first // self.block_size
+        is_shared = index < len(table) and self.pool.ref_count(table[index]) > 1
+        if num_new <= 0 and not is_shared:
+            return []
+        if max(num_new, 0) + is_shared > self.pool.num_free:
+            return None
+        copies = []
+        if is_shared:
+            copy = BlockCopy(table[index], self.pool.allocate())
+            self.pool.release([copy.source])
+            table[index] = copy.target
+            copies.append(copy)
+        table.extend(self.pool.allocate() for _ in range(num_new))
+        return copies
+
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let others find the full blocks among the sequence's first `num_tokens` tokens."""
+        if not self.enable_prefix_caching:
+            return
+        for index in range(sequence.num_published_blocks, num_tokens // self.block_size):
+            block = sequence.block_table[index]
+            sequence.prefix_id = self.pool.publish(block, self._key(sequence, index, sequence.prefix_id))
+            sequence.num_published_blocks = index + 1
+            self._published_in_step.append(block)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child shares all of the parent's blocks; whoever writes to a shared one first gets a copy."""
+        for block in parent.block_table:
+            self.pool.share(block)
+        child.block_table = list(parent.block_table)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_published_blocks, child.prefix_id = parent.num_published_blocks, parent.prefix_id
+
+    def free(self, sequence: Sequence) -> None:
+        """Take the sequence's blocks; last block first, so that the start of a shared prefix outlives its end."""
+        self.pool.release(reversed(sequence.block_table))
+        sequence.block_table = []
+        sequence.num_computed_tokens = sequence.num_published_blocks = 0
+
+    def num_unused_slots(self, sequence: Sequence) -> int:
+        """Slots in the sequence's table that hold nothing: what paging wastes."""
+        return len(sequence.block_table) * self.block_size - sequence.num_computed_tokens
+
+    def _match_prefix(self, sequence: Sequence) -> list[CachedBlock]:
+        """Known blocks of the sequence's prefix, leaving at least one token to compute: its logits are needed."""
+        if not self.enable_prefix_caching or sequence.request.wants_prompt_logprobs:
+            return []
+        hits: list[CachedBlock] = []
+        for index in range((sequence.num_tokens - 1) // self.block_size):
+            hit = self.pool.find(self._key(sequence, index, hits[-1].prefix_id if hits else None))
+            if hit is None:
+                break
+            hits.append(hit)
+        return hits
+
+    def _key(self, sequence: Sequence, index: int, prefix_id: int | None) -> BlockKey:
+        """The key of the block at `index`; `prefix_id` stands for what is before it, None at the start."""
+        tokens = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
+        return ((sequence.request.cache_salt,) if index == 0 else prefix_id, tokens)

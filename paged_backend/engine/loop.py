@@ -1,0 +1,236 @@
+"""The one thread that owns an engine. Everybody else puts into its inbox and takes from a request's outbox."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from paged_backend.engine.engine import Engine, EngineOutput
+from paged_backend.engine.outbox import Outbox
+from paged_backend.engine.request import Request
+from paged_backend.errors import EngineDeadError, InvalidRequestError, OverloadedError
+from paged_backend.outputs import CompletionOutput
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+News = CompletionOutput | Exception
+_JOIN_SECONDS = 30.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Shared:
+    """What the callers' threads and the loop thread both touch, under the lock."""
+
+    lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
+    """Reentrant, since a handle may be collected, and so abort, in a thread that holds it."""
+    inbox: queue.SimpleQueue[Callable[[Engine], list[EngineOutput]] | None] = dataclasses.field(
+        default_factory=queue.SimpleQueue
+    )
+    outboxes: dict[str, Outbox[News]] = dataclasses.field(default_factory=dict)
+    unstarted: list[Request] = dataclasses.field(default_factory=list)
+    """Requests that no step has run yet, as far as has been looked."""
+    dead: str | None = None
+    """Why nothing will be served any more."""
+
+
+class EngineLoop:
+    """Runs an engine in a daemon thread: started by the first message, asleep while there is no work.
+
+    The thread holds no reference to this object, so dropping the last one closes the engine, as the end of the
+    interpreter does. After a fork the child has no such thread, and every call there says so.
+    """
+
+    def __init__(self, engine: Engine, *, max_num_queued_reqs: int | None = None) -> None:
+        self._engine: Engine | None = engine
+        self._max_num_queued_reqs = max_num_queued_reqs
+        self._shared = _Shared()
+        self._process_id = os.getpid()
+        self._threads: list[threading.Thread] = []
+        self._stop = weakref.finalize(self, _close, self._shared, self._threads, self._process_id)
+
+    def submit(self, requests: list[Request]) -> list[Outbox[News]]:
+        """Queue all of them or, if that is impossible, none.
+
+        Raises OverloadedError if the queue has no room for all, InvalidRequestError if a request id is in use.
+        """
+        self._check_process()
+        shared = self._shared
+        with shared.lock:
+            self._check_alive()
+            self._check_ids(requests)
+            self._check_queue(requests)
+            outboxes = [Outbox[News]() for _ in requests]
+            for request, outbox in zip(requests, outboxes, strict=True):
+                shared.outboxes[request.request_id] = outbox
+            self._send(lambda engine: _add(engine, requests))
+        return outboxes
+
+    def abort(self, request: Request) -> None:
+        """Ask for a request's end; its blocks are free within a step. Finished requests are fine, also if their id is
+        in use again."""
+        with contextlib.suppress(EngineDeadError):
+            self._check_process()
+            with self._shared.lock:
+                if request.request_id in self._shared.outboxes and not request.is_finished:
+                    self._send(lambda engine: engine.abort(request.request_id))
+
+    def call(self, function: Callable[[Engine], T]) -> T:
+        """The result of `function`, run between two steps."""
+        self._check_process()
+        future: Future[T] = Future()
+
+        def run(engine: Engine) -> list[EngineOutput]:
+            try:
+                future.set_result(function(engine))
+            except Exception as error:
+                future.set_exception(error)
+            return []
+
+        with self._shared.lock:
+            self._check_alive()
+            self._send(run)
+        return future.result()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine was closed, or died."""
+        return self._shared.dead is not None
+
+    def close(self) -> None:
+        """Fail what is unfinished, end the thread and let go of the engine. Closing twice is fine."""
+        self._stop()
+        self._engine = None
+
+    def _send(self, message: Callable[[Engine], list[EngineOutput]]) -> None:
+        if not self._threads:
+            assert self._engine is not None
+            thread = threading.Thread(
+                target=_run, args=(self._engine, self._shared), name="paged-backend engine", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+        self._shared.inbox.put(message)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process_id:
+            raise EngineDeadError(
+                f"this engine lives in process {self._process_id}, not in its forked child {os.getpid()}; "
+                "create the LLM in the child, with the start method 'spawn'"
+            )
+
+    def _check_alive(self) -> None:
+        if self._shared.dead is not None:
+            raise EngineDeadError(self._shared.dead)
+
+    def _check_ids(self, requests: list[Request]) -> None:
+        seen = set(self._shared.outboxes)
+        for request in requests:
+            if request.request_id in seen:
+                raise InvalidRequestError(
+                    f"request_id={request.request_id!r} is in use by an unfinished request; choose another one"
+                )
+            seen.add(request.request_id)
+
+    def _check_queue(self, requests: list[Request]) -> None:
+        limit, shared = self._max_num_queued_reqs, self._shared
+        if limit is None:
+            return
+        shared.unstarted = [
+            request
+            for request in shared.unstarted
+            if request.metrics.first_scheduled_time is None and request.request_id in shared.outboxes
+        ]
+        if len(shared.unstarted) + len(requests) > limit:
+            raise OverloadedError(
+                f"{len(shared.unstarted)} requests are queued and {len(requests)} more would exceed "
+                f"max_num_queued_reqs={limit}; try again later, send fewer at once or raise the limit"
+            )
+        shared.unstarted += requests
+
+
+def _run(engine: Engine, shared: _Shared) -> None:
+    """The thread: take messages, step while there is work, deliver."""
+    try:
+        while _take_messages(engine, shared):
+            if engine.has_work:
+                _deliver(shared, engine.step())
+    except BaseException as error:
+        logger.exception("the engine died")
+        _die(engine, shared, f"the engine died of {type(error).__name__}: {error}")
+        return
+    _die(engine, shared, "the engine is closed")
+
+
+def _take_messages(engine: Engine, shared: _Shared) -> bool:
+    """Run what is in the inbox, waiting for it if there is nothing else to do; False at the end."""
+    block = not engine.has_work
+    while True:
+        try:
+            message = shared.inbox.get(block=block)
+        except queue.Empty:
+            return True
+        if message is None:
+            return False
+        _deliver(shared, message(engine))
+        block = False
+
+
+def _add(engine: Engine, requests: Iterable[Request]) -> list[EngineOutput]:
+    for request in requests:
+        engine.add_request(request)
+    return []
+
+
+def _deliver(shared: _Shared, outputs: list[EngineOutput]) -> None:
+    if not outputs:
+        return
+    with shared.lock:
+        outboxes = [shared.outboxes.get(request.request_id) for request, _ in outputs]
+        # First, so that who reads the end of a request may use its id again.
+        for request, news in outputs:
+            if isinstance(news, Exception) or request.is_finished:
+                shared.outboxes.pop(request.request_id, None)
+    for outbox, (_, news) in zip(outboxes, outputs, strict=True):
+        if outbox is not None:
+            outbox.put(news)
+
+
+def _die(engine: Engine, shared: _Shared, reason: str) -> None:
+    """Nobody waits for ever: whoever still waits gets the reason, and so does everybody who comes later."""
+    with shared.lock:
+        shared.dead = reason
+        outboxes = list(shared.outboxes.values())
+        shared.outboxes.clear()
+    for outbox in outboxes:
+        outbox.put(EngineDeadError(reason))
+    with contextlib.suppress(Exception):
+        engine.fail_all(EngineDeadError(reason))
+    while True:  # callers of `call` that came too late
+        try:
+            message: Any = shared.inbox.get_nowait()
+        except queue.Empty:
+            return
+        if message is not None:
+            with contextlib.suppress(Exception):
+                message(engine)
+
+
+def _close(shared: _Shared, threads: list[threading.Thread], process_id: int) -> None:
+    if os.getpid() != process_id:
+        return  # a forked child has neither the thread nor a lock that can be trusted
+    with shared.lock:
+        is_reachable = bool(threads) and threads[0] is not threading.current_thread()
+        if not is_reachable:
+            shared.dead = shared.dead or "the engine is closed"
+        shared.inbox.put(None)
+    if is_reachable:
+        threads[0].join(_JOIN_SECONDS)

@@ -1,0 +1,104 @@
+"""Counters of one engine, and the snapshot `LLM.stats()` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+from paged_backend.engine.request import Request
+from paged_backend.engine.scheduler import Scheduler, SchedulerOutput
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A snapshot between two steps."""
+
+    num_running: int
+    """Sequences being computed."""
+    num_waiting: int
+    """Sequences waiting for room, preempted ones among them."""
+    num_blocks: int
+    block_size: int
+    num_free_blocks: int
+    """Blocks that nobody holds; cached ones among them."""
+    num_cached_blocks: int
+    """Free blocks that a later request with the same prefix can take back."""
+    num_evictions: int
+    """Cached blocks that were handed out for something else."""
+    num_steps: int
+    step_seconds: float
+    num_computed_tokens: int
+    """Tokens the model was run on."""
+    num_generated_tokens: int
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+    num_preemptions: int
+    largest_batch: int
+    """Most sequences that shared a step."""
+    kv_waste_ratio: float
+    """Slots of held blocks that hold nothing / all slots of held blocks, over all steps."""
+    finished: dict[str, int]
+    """Requests by the reason of their (first) output's end."""
+    failed: dict[str, int]
+    """Requests by the error that ended them."""
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that are held."""
+        return 1.0 - self.num_free_blocks / self.num_blocks
+
+
+class EngineMetrics:
+    """Counts what happened; what is now, it asks the scheduler."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._step_seconds = 0.0
+        self._num_computed_tokens = 0
+        self._num_generated_tokens = 0
+        self._largest_batch = 0
+        self._num_unused_slots = 0
+        self._num_held_slots = 0
+        self._finished: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+
+    def step(self, scheduled: SchedulerOutput, num_sampled: int, seconds: float, scheduler: Scheduler) -> None:
+        self._num_steps += 1
+        self._step_seconds += seconds
+        self._num_computed_tokens += scheduled.num_tokens
+        self._num_generated_tokens += num_sampled
+        self._largest_batch = max(self._largest_batch, len(scheduled.scheduled))
+        manager = scheduler.kv_cache_manager
+        self._num_unused_slots += sum(map(manager.num_unused_slots, scheduler.running))
+        self._num_held_slots += manager.pool.num_used * manager.block_size
+
+    def finished(self, request: Request) -> None:
+        reason = request.sequences[0].finish_reason
+        assert reason is not None
+        self._finished[reason.value] += 1
+
+    def failed(self, error: Exception) -> None:
+        self._failed[type(error).__name__] += 1
+
+    def stats(self, scheduler: Scheduler) -> EngineStats:
+        manager = scheduler.kv_cache_manager
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=manager.pool.num_blocks,
+            block_size=manager.block_size,
+            num_free_blocks=manager.pool.num_free,
+            num_cached_blocks=manager.pool.num_cached,
+            num_evictions=manager.pool.num_evictions,
+            num_steps=self._num_steps,
+            step_seconds=self._step_seconds,
+            num_computed_tokens=self._num_computed_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_prefix_queried_tokens=manager.num_queried_tokens,
+            num_prefix_hit_tokens=manager.num_hit_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            largest_batch=self._largest_batch,
+            kv_waste_ratio=self._num_unused_slots / max(self._num_held_slots, 1),
+            finished=dict(self._finished),
+            failed=dict(self._failed),
+        )

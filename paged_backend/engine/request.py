@@ -1,0 +1,149 @@
+"""A request, and the sequences (one per sample) that grow from its prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from typing import Any
+
+from paged_backend.outputs import RequestMetrics, TokenLogprobs
+from paged_backend.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = enum.auto()
+    """Holds no blocks; preempted sequences are back here."""
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    REPETITION = "repetition"
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """What somebody asked for. Nothing here changes once it is queued, except the lists of results."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    """`params.max_tokens`, or what the model's limit and the KV cache leave."""
+    seed: int
+    """`params.seed`, or one drawn at submission."""
+    prompt: str | None = None
+    eos_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    """Lower is served first."""
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+    deadline: float | None = None
+    """In seconds of `time.monotonic()`."""
+    final_only: bool = False
+    """Nobody looks at the output before its end, so there is no need to write it out step by step."""
+    metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.monotonic()))
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    sequences: list[Sequence] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sequences = [Sequence(self, index) for index in range(self.params.n)]
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The ids that the user wants to end a sequence."""
+        return tuple(self.params.stop_token_ids or ())
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """All ids that end a sequence: the model's own, unless ignored, and the user's."""
+        own = frozenset[int]() if self.params.ignore_eos else self.eos_token_ids
+        return own.union(self.stop_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.status is Status.FINISHED for sequence in self.sequences)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """True until every prompt token has its log-probabilities."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+
+
+class Sequence:
+    """One sample of a request: its tokens, and how far their keys and values are computed.
+
+    `block_table` has a slot for each of the first `num_computed_tokens` tokens; the rest is still to be computed.
+    Only the first sequence of a request computes the prompt; the others fork from it and hold nothing until then.
+    """
+
+    __slots__ = (
+        "block_table",
+        "finish_reason",
+        "index",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "order",
+        "output",
+        "prefix_id",
+        "request",
+        "sampling_state",
+        "seed",
+        "status",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.seed = request.seed + index
+        self.token_ids: list[int] = list(request.prompt_token_ids) if index == 0 else []
+        """Prompt and output."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        """Prompt tokens found in the prefix cache when the request was first admitted."""
+        self.block_table: list[int] = []
+        self.num_published_blocks = 0
+        self.prefix_id: int | None = None
+        """What the KV-cache manager knows the published blocks of this sequence by."""
+        self.order: tuple[int, int, int] = (request.priority, 0, index)
+        """Smaller is served first: priority, arrival, index. Given by the scheduler."""
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.output: Any = None
+        """The output processor's: the text so far."""
+        self.sampling_state: Any = None
+        """The sampler's; derived from the tokens, so preemption does not touch it."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_unforked(self) -> bool:
+        """True for the first sequence of a request whose other samples have not left it yet."""
+        return self.index == 0 and len(self.request.sequences) > 1 and not self.request.sequences[1].token_ids
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.request.request_id}/{self.index} {self.status.name} {self.num_tokens} tokens>"

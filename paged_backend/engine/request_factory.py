@@ -1,0 +1,146 @@
+"""A prompt and its parameters to a request, or a refusal that says why: the last place where anything is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+from paged_backend.engine.request import Request
+from paged_backend.errors import InvalidRequestError
+from paged_backend.sampling_params import SamplingParams
+
+EncodeWord = Callable[[str], tuple[tuple[int, ...], ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the model and the memory allow."""
+
+    vocab_size: int
+    max_model_len: int
+    num_slots: int
+    """Tokens the whole KV cache holds."""
+    max_logprobs: int
+    eos_token_ids: frozenset[int]
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
+        return min(self.max_model_len, self.num_slots)
+
+
+class RequestFactory:
+    """Makes requests in the callers' threads. What it has made can be served: nothing checks again."""
+
+    def __init__(self, limits: Limits, *, encode_word: EncodeWord | None, seed: int) -> None:
+        self._limits = limits
+        self._encode_word = encode_word
+        self._seeds = random.Random(seed)
+        self._lock = threading.Lock()
+
+    def make(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+        final_only: bool = False,
+    ) -> Request:
+        """Raises InvalidRequestError for what can never be served."""
+        self._check_prompt(prompt_token_ids)
+        self._check_params(params)
+        _check_extras(request_id, priority, cache_salt, timeout)
+        request = Request(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            max_tokens=self._max_tokens(len(prompt_token_ids), params),
+            seed=self._draw_seed() if params.seed is None else params.seed,
+            prompt=prompt,
+            eos_token_ids=self._limits.eos_token_ids,
+            bad_words_token_ids=self._bad_words(params),
+            priority=priority,
+            cache_salt=cache_salt,
+            final_only=final_only,
+        )
+        if timeout is not None:
+            request.deadline = time.monotonic() + timeout
+        return request
+
+    def _draw_seed(self) -> int:
+        with self._lock:
+            return self._seeds.getrandbits(63)
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty; it must have at least one token")
+        vocab_size = self._limits.vocab_size
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"the prompt has the token id {token_id!r}, but the vocabulary holds ids from 0 to {vocab_size - 1}"
+                )
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """What was asked for, or what is left; refuses what cannot be started."""
+        limits = self._limits
+        num_needed = num_prompt_tokens + max(params.min_tokens, 0 if params.max_tokens == 0 else 1)
+        if num_needed > limits.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens and needs room for {num_needed}, but the model's limit is "
+                f"max_model_len={limits.max_model_len}; shorten the prompt or lower min_tokens"
+            )
+        if num_needed > limits.num_slots:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens and needs room for {num_needed}, but the KV cache holds "
+                f"{limits.num_slots}; shorten the prompt or raise kv_cache_memory"
+            )
+        num_left = limits.max_len - num_prompt_tokens
+        return num_left if params.max_tokens is None else min(params.max_tokens, num_left)
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(f"sampling_params={params!r} must be a SamplingParams")
+        limits = self._limits
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= limits.vocab_size:
+                    raise InvalidRequestError(
+                        f"{name} has the token id {token_id}, but the vocabulary holds ids from 0 to "
+                        f"{limits.vocab_size - 1}"
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and limits.max_logprobs >= 0 and not 0 <= value <= limits.max_logprobs:
+                raise InvalidRequestError(
+                    f"{name}={value} is out of range: the engine's max_logprobs is {limits.max_logprobs}; "
+                    "ask for fewer, or raise max_logprobs"
+                )
+        if self._encode_word is None and (params.stop or params.bad_words):
+            raise InvalidRequestError("stop and bad_words need a tokenizer, and this engine has none; use token ids")
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        assert self._encode_word is not None
+        return tuple(spelling for word in params.bad_words for spelling in self._encode_word(word) if spelling)
+
+
+def _check_extras(request_id: object, priority: object, cache_salt: object, timeout: object) -> None:
+    if request_id is not None and (not isinstance(request_id, str) or not request_id):
+        raise InvalidRequestError(f"request_id={request_id!r} must be a string that is not empty")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError(f"priority={priority!r} must be an integer; lower is served first")
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise InvalidRequestError(f"cache_salt={cache_salt!r} must be a string that is not empty")
+    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (is_number and timeout > 0):  # type: ignore[operator]
+        raise InvalidRequestError(f"timeout={timeout!r} must be a number of seconds > 0")

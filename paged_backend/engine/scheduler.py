@@ -1,0 +1,200 @@
+"""Which sequences compute how many tokens in the next step, and what becomes of them after it."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import operator
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from paged_backend.engine.kv_cache_manager import BlockCopy, KVCacheManager
+from paged_backend.engine.request import FinishReason, Request, Sequence, Status
+from paged_backend.engine.stopping import stop_after
+
+_order = operator.attrgetter("order")
+
+
+class ScheduledSequence(NamedTuple):
+    """A sequence computes its next `num_tokens` tokens; the logits of the last `num_logits` of them are wanted."""
+
+    sequence: Sequence
+    num_tokens: int
+    num_logits: int
+
+
+@dataclasses.dataclass(slots=True)
+class SchedulerOutput:
+    """One step's work. The runner makes the copies, then computes the sequences in this order."""
+
+    scheduled: list[ScheduledSequence] = dataclasses.field(default_factory=list)
+    copies: list[BlockCopy] = dataclasses.field(default_factory=list)
+    num_tokens: int = 0
+    admitted: list[Sequence] = dataclasses.field(default_factory=list)
+
+
+class SampledSequence(NamedTuple):
+    """A sequence gets its next token from this row of the step's logits."""
+
+    sequence: Sequence
+    row: int
+
+
+class Scheduler:
+    """Keeps who runs and who waits.
+
+    There is no prefill phase and no decode phase: each step hands out up to `max_num_batched_tokens` tokens, first to
+    running sequences, then to waiting ones, until each sequence's computed tokens have caught up with its tokens. A
+    waiting sequence is admitted only if all of its tokens fit. When blocks run out, the newest sequence of the lowest
+    priority is preempted: it gives its blocks back, keeps its tokens and waits to compute them again. The oldest one
+    of the highest priority always goes on.
+
+    Both lists are sorted by priority, then arrival.
+    """
+
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+    ) -> None:
+        self.kv_cache_manager = kv_cache_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_len = min(max_model_len, kv_cache_manager.num_slots)
+        """Most tokens of one sequence: the model's limit, or what the whole cache holds."""
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._num_arrivals = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add_request(self, request: Request) -> None:
+        for sequence in request.sequences:
+            sequence.order = (request.priority, self._num_arrivals, sequence.index)
+        self._num_arrivals += 1
+        bisect.insort(self.waiting, request.sequences[0], key=_order)
+
+    def schedule(self) -> SchedulerOutput:
+        self.kv_cache_manager.begin_step()
+        output = SchedulerOutput()
+        num_preempted = self._schedule_running(output)
+        if not num_preempted:
+            self._schedule_waiting(output)
+        return output
+
+    def _schedule_running(self, output: SchedulerOutput) -> int:
+        """Give running sequences their tokens, oldest first; returns how many of the newest had to make room."""
+        num_preempted = index = 0
+        while index < len(self.running) and output.num_tokens < self.max_num_batched_tokens:
+            sequence = self.running[index]
+            num_tokens = min(
+                sequence.num_tokens - sequence.num_computed_tokens, self.max_num_batched_tokens - output.num_tokens
+            )
+            copies = self.kv_cache_manager.allocate_slots(sequence, num_tokens)
+            if copies is None:
+                # The last one in the list is never one that this step has scheduled already.
+                self._preempt(self.running.pop())
+                num_preempted += 1
+                continue
+            output.copies += copies
+            self._add(output, sequence, num_tokens)
+            index += 1
+        return num_preempted
+
+    def _schedule_waiting(self, output: SchedulerOutput) -> None:
+        while self.waiting and len(self.running) < self.max_num_seqs:
+            budget = self.max_num_batched_tokens - output.num_tokens
+            sequence = self.waiting[0]
+            if budget == 0 or not self.kv_cache_manager.admit(sequence):
+                return
+            del self.waiting[0]
+            self._admitted(sequence, output)
+            self._add(output, sequence, min(sequence.num_tokens - sequence.num_computed_tokens, budget))
+
+    def _admitted(self, sequence: Sequence, output: SchedulerOutput) -> None:
+        sequence.status = Status.RUNNING
+        bisect.insort(self.running, sequence, key=_order)
+        output.admitted.append(sequence)
+        metrics = sequence.request.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = time.monotonic()
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+
+    def _add(self, output: SchedulerOutput, sequence: Sequence, num_tokens: int) -> None:
+        end = sequence.num_computed_tokens + num_tokens
+        num_logits = num_tokens if sequence.request.wants_prompt_logprobs else int(end == sequence.num_tokens)
+        self.kv_cache_manager.publish(sequence, end)
+        output.scheduled.append(ScheduledSequence(sequence, num_tokens, num_logits))
+        output.num_tokens += num_tokens
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.kv_cache_manager.free(sequence)
+        self._wait_again(sequence)
+        sequence.request.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def advance(self, output: SchedulerOutput) -> list[SampledSequence]:
+        """The step is computed: returns who samples a token, and from which row of its logits.
+
+        Requests that want several samples fork here, so that the prompt was computed once.
+        """
+        sampled: list[SampledSequence] = []
+        row = -1
+        for sequence, num_tokens, num_logits in output.scheduled:
+            sequence.num_computed_tokens += num_tokens
+            row += num_logits
+            if sequence.num_computed_tokens < sequence.num_tokens:
+                continue
+            if sequence.request.max_tokens == 0:
+                self.finish_all(sequence.request.sequences, FinishReason.LENGTH)
+            elif sequence.is_unforked:
+                self._fork(sequence)
+                sampled += [SampledSequence(sibling, row) for sibling in sequence.request.sequences]
+            else:
+                sampled.append(SampledSequence(sequence, row))
+        return sampled
+
+    def _fork(self, parent: Sequence) -> None:
+        for child in parent.request.sequences[1:]:
+            child.token_ids = list(parent.token_ids)
+            child.num_cached_tokens = parent.num_cached_tokens
+            if len(self.running) < self.max_num_seqs:
+                self.kv_cache_manager.fork(parent, child)
+                child.status = Status.RUNNING
+                bisect.insort(self.running, child, key=_order)
+            else:
+                self._wait_again(child)
+
+    def update(self, sequence: Sequence, token_id: int) -> None:
+        """Append a sampled token, and finish the sequence if it was its last."""
+        sequence.token_ids.append(token_id)
+        reason, stop_reason = stop_after(sequence, self.max_len)
+        if reason is not None:
+            self.finish(sequence, reason, stop_reason)
+
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a sequence, wherever it is, and give its blocks back. Ending it twice changes nothing."""
+        if sequence.status is Status.FINISHED:
+            return
+        queue = self.running if sequence.status is Status.RUNNING else self.waiting
+        index = bisect.bisect_left(queue, sequence.order, key=_order)
+        if index < len(queue) and queue[index] is sequence:  # samples that have not forked yet are in neither
+            del queue[index]
+        self.kv_cache_manager.free(sequence)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+
+    def finish_all(self, sequences: Iterable[Sequence], reason: FinishReason) -> None:
+        for sequence in sequences:
+            self.finish(sequence, reason)

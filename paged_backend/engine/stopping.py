@@ -1,0 +1,37 @@
+"""When a sequence ends by its ids. (Stop strings are searched in the text: see detokenizer.py.)"""
+
+from __future__ import annotations
+
+from paged_backend.engine.request import FinishReason, Sequence
+from paged_backend.sampling_params import RepetitionDetection
+
+StopVerdict = tuple[FinishReason | None, int | None]
+
+
+def stop_after(sequence: Sequence, max_len: int) -> StopVerdict:
+    """Whether the newest token was the last one, and the stop token id if the user named it."""
+    request, params = sequence.request, sequence.request.params
+    token_id, num_output_tokens = sequence.token_ids[-1], sequence.num_output_tokens
+    if num_output_tokens > params.min_tokens:
+        if token_id in request.stop_token_ids:
+            return FinishReason.STOP, token_id
+        if not params.ignore_eos and token_id in request.eos_token_ids:
+            return FinishReason.STOP, None
+        detection = params.repetition_detection
+        if detection is not None and repeats_itself(sequence.token_ids[sequence.num_prompt_tokens :], detection):
+            return FinishReason.REPETITION, None
+    if num_output_tokens >= request.max_tokens or sequence.num_tokens >= max_len:
+        return FinishReason.LENGTH, None
+    return None, None
+
+
+def repeats_itself(token_ids: list[int], detection: RepetitionDetection) -> bool:
+    """Whether the ids end in one pattern, `min_count` times in a row."""
+    for size in range(detection.min_pattern_size, detection.max_pattern_size + 1):
+        num_needed = size * detection.min_count
+        if num_needed > len(token_ids):
+            return False
+        tail = token_ids[-num_needed:]
+        if tail == tail[:size] * detection.min_count:
+            return True
+    return False

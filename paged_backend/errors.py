@@ -1,0 +1,66 @@
+"""Every error this package raises on purpose.
+
+::
+
+    PagedBackendError
+    ├── ConfigError          (ValueError)    a setting of the engine is impossible
+    ├── InvalidRequestError  (ValueError)    a request can never be served as asked; nothing of its batch was queued
+    ├── ModelError           (ValueError)    the model cannot be loaded, or the engine would get it wrong
+    ├── MissingExtraError    (ImportError)   an optional dependency is not installed; the message has the command
+    ├── OverloadedError      (RuntimeError)  the queue is full; try again later
+    ├── RequestTimeoutError  (TimeoutError)  the request's own `timeout` ran out
+    └── EngineError          (RuntimeError)  a step failed; the engine goes on
+        └── EngineDeadError                  the engine is closed, or cannot go on
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PagedBackendError(Exception):
+    """The base of the tree above."""
+
+
+class ConfigError(PagedBackendError, ValueError):
+    """A setting of the engine is impossible."""
+
+
+class InvalidRequestError(PagedBackendError, ValueError):
+    """A request can never be served as asked; nothing of its batch was queued."""
+
+
+class ModelError(PagedBackendError, ValueError):
+    """The model cannot be loaded, or the engine would get it wrong."""
+
+
+class MissingExtraError(PagedBackendError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} needs an optional dependency; install it with: pip install 'paged-backend[{extra}]'")
+
+
+class OverloadedError(PagedBackendError, RuntimeError):
+    """The queue is full; try again later."""
+
+
+class RequestTimeoutError(PagedBackendError, TimeoutError):
+    """The request's own `timeout` ran out."""
+
+
+class EngineError(PagedBackendError, RuntimeError):
+    """A step failed; its requests are lost and the engine goes on."""
+
+
+class EngineDeadError(EngineError):
+    """The engine is closed, or cannot go on."""
+
+
+def unknown_argument(where: str, name: str, known: Iterable[str]) -> str:
+    """The message for an argument nobody knows, with the nearest known name."""
+    known = list(known)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known arguments: {', '.join(sorted(known))}"
+    return f"{where} has no argument {name!r}{hint}"

@@ -1,0 +1,393 @@
+"""`LLM`: the engine as its users see it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from tqdm.auto import tqdm
+
+from paged_backend.async_stream import AsyncStream, run_off_loop
+from paged_backend.backend import Backend, load_backend
+from paged_backend.chat.messages import Message
+from paged_backend.chat.tokenizer import Tokenizer
+from paged_backend.config import EngineConfig
+from paged_backend.engine.engine import Engine
+from paged_backend.engine.kv_cache_manager import KVCacheManager
+from paged_backend.engine.loop import EngineLoop
+from paged_backend.engine.metrics import EngineStats
+from paged_backend.engine.output_processor import OutputProcessor
+from paged_backend.engine.request import Request
+from paged_backend.engine.request_factory import Limits, RequestFactory
+from paged_backend.engine.scheduler import Scheduler
+from paged_backend.errors import EngineDeadError, InvalidRequestError
+from paged_backend.handle import RequestHandle
+from paged_backend.outputs import RequestOutput
+from paged_backend.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`."""
+
+# Tokenising this many characters takes milliseconds: longer prompts are prepared away from the event loop.
+_MANY_CHARACTERS = 20_000
+
+
+class LLM:
+    """One model with one paged KV cache, for every thread and every event loop of this process.
+
+    Calls from anywhere share its batches. `close()`, leaving a `with` block or dropping the last reference ends what
+    is unfinished and gives the memory back.
+
+    `model` is `"demo"`, a folder, a `.gguf` file, a hub id, or a loaded model, whose weights are used in place;
+    `tokenizer` comes with a loaded model. All other arguments are the fields of `EngineConfig`. Raises ConfigError for
+    an impossible setting, ModelError for a model that cannot be loaded or served.
+
+    What all requests may be given: `priority` (lower is served first), `cache_salt` (prefixes are shared only within
+    the same salt) and `timeout` (seconds; RequestTimeoutError when it runs out). Requests that can never be served
+    raise InvalidRequestError, and then nothing of the call was queued.
+    """
+
+    _shared: ClassVar[dict[Any, LLM]] = {}
+    _shared_lock: ClassVar[threading.Lock] = threading.Lock()
+    _process_id: ClassVar[int | None] = None
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **config: Any,
+    ) -> None:
+        self._check_process()
+        checked = EngineConfig(**config)
+        self._start(load_backend(model, tokenizer, checked), checked)
+
+    @classmethod
+    def from_backend(cls, backend: Backend, **config: Any) -> Self:
+        """An LLM on a runner of your own; `config` as for the constructor."""
+        llm = cls.__new__(cls)
+        llm._start(backend, EngineConfig(**config))
+        return llm
+
+    @classmethod
+    def shared(
+        cls,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **config: Any,
+    ) -> LLM:
+        """The process-wide LLM for this model and configuration: made at the first call, and again after `close()`."""
+        name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else id(model)
+        key = (name, None if tokenizer is None else id(tokenizer), EngineConfig(**config))
+        with cls._shared_lock:
+            llm = cls._shared.get(key)
+            if llm is None or llm.is_closed:
+                llm = cls._shared[key] = cls(model, tokenizer, **config)
+            return llm
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Complete prompts; one output per prompt, in order.
+
+        `sampling_params` may be one for all, or one for each. None takes the model's recommendations, and 16 tokens.
+        `use_tqdm` shows a progress bar in a terminal.
+        """
+        return self._run(self._completion_requests(prompts, sampling_params, final_only=True, **options), use_tqdm)
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """`generate` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
+        requests = await run_off_loop(
+            lambda: self._completion_requests(prompts, sampling_params, final_only=True, **options),
+            is_long=_num_characters(prompts) > _MANY_CHARACTERS,
+        )
+        return await self._arun(requests)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> RequestHandle:
+        """Complete one prompt, output by output as it grows; each holds what is new, or what `output_kind` says."""
+        return self.submit(prompt, sampling_params, **options)
+
+    def astream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> AsyncStream:
+        """`stream` for event loops: `async for output in llm.astream(...)`."""
+
+        async def submit() -> RequestHandle:
+            requests = await run_off_loop(
+                lambda: self._completion_requests([prompt], sampling_params, **options),
+                is_long=_num_characters(prompt) > _MANY_CHARACTERS,
+            )
+            return self._submit(requests)[0]
+
+        return AsyncStream(submit)
+
+    def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> RequestHandle:
+        """Queue one prompt and return at once. `request_id` may be given; it must not be in use."""
+        return self._submit(self._completion_requests([prompt], sampling_params, **options))[0]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several.
+
+        A conversation is a list of `{"role": ..., "content": ...}`. Options besides those of all requests:
+        `chat_template`, `add_generation_prompt`, `continue_final_message` (go on with the last message) and
+        `chat_template_kwargs`. With `sampling_params=None`, the answer ends where the model ends it.
+        """
+        return self._run(self._chat_requests(messages, sampling_params, final_only=True, **options), use_tqdm)
+
+    async def achat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """`chat` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
+        requests = await run_off_loop(
+            lambda: self._chat_requests(messages, sampling_params, final_only=True, **options),
+            is_long=_num_characters(messages) > _MANY_CHARACTERS,
+        )
+        return await self._arun(requests)
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
+    ) -> RequestHandle:
+        """Answer one conversation, output by output as the answer grows; options as for `chat`."""
+        return self._submit(self._chat_requests([messages], sampling_params, **options))[0]
+
+    def astream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AsyncStream:
+        """`stream_chat` for event loops: `async for output in llm.astream_chat(...)`."""
+
+        async def submit() -> RequestHandle:
+            requests = await run_off_loop(
+                lambda: self._chat_requests([messages], sampling_params, **options),
+                is_long=_num_characters(messages) > _MANY_CHARACTERS,
+            )
+            return self._submit(requests)[0]
+
+        return AsyncStream(submit)
+
+    def get_default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """What the model's generation_config.json recommends (temperature, top_p, top_k, min_p, repetition_penalty,
+        max_tokens), with `overrides`, which win, also if they are 0."""
+        return SamplingParams(**self._backend_defaults | overrides)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError if the model came without one."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("this engine has no tokenizer: pass one to LLM(), or prompts as token ids")
+        return self._tokenizer
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters, taken between two steps."""
+        return self._loop.call(Engine.stats)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._loop.is_closed
+
+    def close(self) -> None:
+        """End what is unfinished with EngineDeadError and give the memory back. Closing twice is fine."""
+        if not self.is_closed:
+            logger.info("closing %s", self.model_name)
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, backend: Backend, config: EngineConfig) -> None:
+        self.config = config
+        self.model_name, self.max_model_len = backend.name, backend.max_model_len
+        self._tokenizer = backend.tokenizer
+        self._backend_defaults = backend.default_sampling
+        manager = KVCacheManager(
+            backend.runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        )
+        limits = Limits(
+            vocab_size=backend.runner.vocab_size,
+            max_model_len=backend.max_model_len,
+            num_slots=manager.num_slots,
+            max_logprobs=config.max_logprobs,
+            eos_token_ids=backend.eos_token_ids,
+        )
+        self._factory = RequestFactory(
+            limits, encode_word=self._tokenizer and self._tokenizer.encode_word, seed=config.seed
+        )
+        scheduler = Scheduler(
+            manager,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=backend.max_model_len,
+        )
+        processor = OutputProcessor(self._tokenizer and self._tokenizer.decoder())
+        engine = Engine(backend.runner, backend.sampler, scheduler, processor)
+        self._loop = EngineLoop(engine, max_num_queued_reqs=config.max_num_queued_reqs)
+        logger.info(
+            "%s is ready: %d blocks of %d tokens, so that %d tokens fit in the KV cache",
+            *(backend.name, manager.pool.num_blocks, config.block_size, manager.num_slots),
+        )
+
+    @classmethod
+    def _check_process(cls) -> None:
+        """Torch's thread pool does not survive a fork: work in the child would hang for ever."""
+        if LLM._process_id not in (None, os.getpid()):
+            raise EngineDeadError(
+                f"this process was forked from process {LLM._process_id}, which has used an LLM; torch's threads do not "
+                "survive that, so start the process with the method 'spawn' instead"
+            )
+        LLM._process_id = os.getpid()
+
+    def _completion_requests(
+        self, prompts: Any, sampling_params: Any, *, final_only: bool = False, **options: Any
+    ) -> list[Request]:
+        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        params = self._params_for(len(prompts), sampling_params, self.get_default_sampling_params)
+        texts_and_ids = [self._text_and_ids(prompt) for prompt in prompts]
+        return self._requests(texts_and_ids, params, final_only, options)
+
+    def _chat_requests(
+        self,
+        messages: Any,
+        sampling_params: Any,
+        *,
+        final_only: bool = False,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[Request]:
+        conversations = list(messages) if _is_list_of_conversations(messages) else [messages]
+        params = self._params_for(
+            len(conversations), sampling_params, lambda: self.get_default_sampling_params(**self._chat_defaults())
+        )
+        texts_and_ids = []
+        for conversation in conversations:
+            text = self.tokenizer.render_chat(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            texts_and_ids.append((text, self.tokenizer.encode_chat(text)))
+        return self._requests(texts_and_ids, params, final_only, options)
+
+    def _chat_defaults(self) -> dict[str, Any]:
+        return {} if "max_tokens" in self._backend_defaults else {"max_tokens": None}
+
+    def _params_for(self, num_prompts: int, params: Any, default: Any) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or default()] * num_prompts
+        params = list(params)
+        if len(params) != num_prompts:
+            raise InvalidRequestError(
+                f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one for each"
+            )
+        return params
+
+    def _text_and_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            known = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            if not known:
+                raise InvalidRequestError(
+                    f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids': {prompt!r}"
+                )
+            prompt = known[0]
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)):
+            return None, list(prompt)
+        return prompt, self.tokenizer.encode(prompt)  # type: ignore[return-value,arg-type]
+
+    def _requests(
+        self,
+        texts_and_ids: Sequence[tuple[str | None, list[int]]],
+        params: Sequence[SamplingParams],
+        final_only: bool,
+        options: dict[str, Any],
+    ) -> list[Request]:
+        """All of a call's requests, made before any of them is queued."""
+        priority = options.pop("priority", 0)
+        priorities = list(priority) if isinstance(priority, Sequence) else [priority] * len(params)
+        if len(priorities) != len(params):
+            raise InvalidRequestError(
+                f"{len(priorities)} priorities for {len(params)} prompts; give one, or one for each"
+            )
+        return [
+            self._factory.make(token_ids, one, prompt=text, priority=rank, final_only=final_only, **options)
+            for (text, token_ids), one, rank in zip(texts_and_ids, params, priorities, strict=True)
+        ]
+
+    def _submit(self, requests: list[Request]) -> list[RequestHandle]:
+        outboxes = self._loop.submit(requests)
+        return [RequestHandle(*pair, self._loop) for pair in zip(requests, outboxes, strict=True)]
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        handles = self._submit(requests)
+        try:
+            # disable=None: no bar where there is no terminal.
+            bar = tqdm(handles, desc="Processed prompts", unit="prompt", disable=None if use_tqdm else True)
+            return [handle.result() for handle in bar]
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+
+    async def _arun(self, requests: list[Request]) -> list[RequestOutput]:
+        handles = self._submit(requests)
+        try:
+            return [await handle.aresult() for handle in handles]
+        except BaseException:
+            for handle in handles:
+                handle.abort()
+            raise
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    """Text, a mapping or a list of ids; anything else is a list of prompts."""
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Sequence):
+        return True
+    return bool(prompts) and all(isinstance(item, int) for item in prompts)
+
+
+def _is_list_of_conversations(messages: Any) -> bool:
+    return isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
+
+
+def _num_characters(value: Any) -> int:
+    """About how much text there is to tokenise."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_num_characters, value.values()))
+    if isinstance(value, Sequence) and not (value and isinstance(value[0], int)):
+        return sum(map(_num_characters, value))
+    return 0

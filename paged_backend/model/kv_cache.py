@@ -1,0 +1,84 @@
+"""The tensors that hold keys and values, and how many blocks of them fit."""
+
+from __future__ import annotations
+
+import pathlib
+
+import psutil
+import torch
+from torch import Tensor
+
+from paged_backend.config import EngineConfig
+from paged_backend.errors import ConfigError
+from paged_backend.model.attention import LayerSpec
+
+_CPU_SHARE = 1 / 3
+_CPU_MOST = 4 * 2**30
+_GIB = 2**30
+
+
+def block_bytes(specs: list[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
+    num_values = sum(spec.num_kv_heads * (spec.head_size + spec.value_head_size) for spec in specs)
+    return num_values * block_size * dtype.itemsize
+
+
+def num_blocks_for(config: EngineConfig, bytes_per_block: int, max_model_len: int, device: torch.device) -> int:
+    """How many blocks the cache gets: what the memory holds, but no more than the largest batch can use.
+
+    Raises ConfigError, with the numbers, if the machine lacks the memory asked for, or if it holds no sequence.
+    """
+    blocks_per_sequence = -(-max_model_len // config.block_size)
+    num_useful = blocks_per_sequence * config.max_num_seqs
+    available = available_memory(device)
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+    elif config.kv_cache_memory is not None:
+        assert isinstance(config.kv_cache_memory, int)
+        num_blocks = min(config.kv_cache_memory // bytes_per_block, num_useful)
+    else:
+        num_blocks = min(_default_memory(config, available, device) // bytes_per_block, num_useful)
+    needed = num_blocks * bytes_per_block
+    if needed > available:
+        raise ConfigError(
+            f"a KV cache of {needed / _GIB:.2f} GiB does not fit in the {available / _GIB:.2f} GiB that are free on "
+            f"{device}; lower kv_cache_memory"
+        )
+    if num_blocks < 2:
+        raise ConfigError(
+            f"kv_cache_memory={config.kv_cache_memory!r} holds {num_blocks} blocks of {config.block_size} tokens "
+            f"({bytes_per_block} bytes each); it must hold at least 2"
+        )
+    return num_blocks
+
+
+def allocate(
+    specs: list[LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys [blocks, K, block_size, D] and values [blocks, K, block_size, Dv] of each layer, not initialised."""
+
+    def tensor(spec: LayerSpec, head_size: int) -> Tensor:
+        return torch.empty(num_blocks, spec.num_kv_heads, block_size, head_size, dtype=dtype, device=device)
+
+    return [(tensor(spec, spec.head_size), tensor(spec, spec.value_head_size)) for spec in specs]
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes on the device; on a CPU, within the limit of the container if there is one."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = int(psutil.virtual_memory().available)
+    limit, used = (_read_int(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    return available if limit is None or used is None else min(available, limit - used)
+
+
+def _default_memory(config: EngineConfig, available: int, device: torch.device) -> int:
+    share = int(available * config.gpu_memory_utilization)
+    return share if device.type == "cuda" else min(int(share * _CPU_SHARE), _CPU_MOST)
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        return int(pathlib.Path(path).read_text())
+    except (OSError, ValueError):  # not Linux, no such controller, or "max"
+        return None

@@ -1,0 +1,329 @@
+"""A hub id, a folder, a GGUF file or a loaded model becomes a model that is ready to run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from paged_backend.config import EngineConfig
+from paged_backend.errors import ConfigError, InvalidRequestError, ModelError
+from paged_backend.model.demo import demo_folder, gguf_folder
+from paged_backend.model.linear import cpu_computes
+from paged_backend.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+DEMO = "demo"
+DEFAULT_MAX_MODEL_LEN = 2048
+"""For models that state no limit, such as those with ALiBi."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_NO_TOKENIZER_LIMIT = 10**9  # transformers writes 10**30 for "none"
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+# generation_config.json's names and ours.
+_SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A causal language model, in evaluation mode, with what must be known of it to serve it."""
+
+    model: PreTrainedModel
+    name: str
+    """What the user called it, for logs and metrics."""
+    max_model_len: int
+    """Most tokens of a prompt and its output together."""
+    owns_weights: bool
+    """False for a model that the user passed: nothing of it may be changed."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """Never changed, since it may be the user's. None: only token ids can be sent."""
+    chat_template: str | None = None
+    """Instead of the tokenizer's own."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """End tokens, as `generate` would take them: from the generation config, else the config, else the tokenizer."""
+    default_sampling: dict[str, Any] = field(default_factory=dict)
+    """What generation_config.json sets, in SamplingParams' names; values that SamplingParams refuses are left out."""
+
+
+def load(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | str | None,
+    config: EngineConfig,
+) -> LoadedModel:
+    """Load `model`: "demo", a folder, a .gguf file, a hub id, or a model that is loaded already.
+
+    `tokenizer` is one, its folder or hub id, or None for the model's own. Raises ModelError if there is no such model
+    or it cannot generate text, ConfigError if it cannot be served as `config` asks, MissingExtraError.
+    """
+    chat_template = _chat_template(config.chat_template)
+    with _quiet():
+        if isinstance(model, PreTrainedModel):
+            _check_passed(model, config)
+            source, loaded = None, model
+            name = model.name_or_path or type(model).__name__
+        elif isinstance(model, (str, os.PathLike)):
+            name = os.fspath(model)
+            source = _find(name, config)
+            loaded = _load_weights(source, name, config)
+        else:
+            raise ModelError(f"model must be a name, a path or a PreTrainedModel, not a {type(model).__name__}")
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            tokenizer = _load_tokenizer(tokenizer or config.tokenizer, source, config)
+    return LoadedModel(
+        model=loaded,
+        name=name,
+        max_model_len=_max_model_len(loaded.config, tokenizer, config),
+        owns_weights=source is not None,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        eos_token_ids=_eos_token_ids(loaded, tokenizer),
+        default_sampling=_default_sampling(loaded) if config.generation_config == "auto" else {},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What `from_pretrained` is given."""
+
+    path: str
+    """A folder or a hub id."""
+    is_folder: bool
+
+    def options(self, config: EngineConfig) -> dict[str, Any]:
+        where = {"local_files_only": True} if self.is_folder else {"revision": config.revision or "main"}
+        return {"trust_remote_code": config.trust_remote_code, **where}
+
+
+def _find(name: str, config: EngineConfig) -> _Source:
+    path = Path(name).expanduser()
+    if name == DEMO:
+        return _Source(str(demo_folder(config.cache_folder)), is_folder=True)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model={name!r}: there is no such file")
+        dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+        return _Source(str(gguf_folder(path, dtype, config.cache_folder)), is_folder=True)
+    if path.is_dir():
+        _check_folder(path, name)
+        return _Source(str(path), is_folder=True)
+    if not _HUB_ID.fullmatch(name):
+        raise ModelError(f"model={name!r}: there is no such folder, and this is no hub id ('owner/name') either")
+    return _Source(name, is_folder=False)
+
+
+def _check_folder(path: Path, name: str) -> None:
+    if (path / "config.json").is_file():
+        return
+    gguf_files = sorted(path.glob("*.gguf"))
+    hint = f"; to load a GGUF file, name the file: {str(gguf_files[0])!r}" if gguf_files else ""
+    raise ModelError(f"model={name!r}: the folder has no config.json, so it holds no transformers model{hint}")
+
+
+def _load_weights(source: _Source, name: str, config: EngineConfig) -> PreTrainedModel:
+    device = _device(config.device)
+    options = source.options(config)
+    try:
+        model_config = AutoConfig.from_pretrained(source.path, **options)
+    except Exception as error:  # whatever the hub, the file system or remote code raise
+        if source.is_folder:
+            raise ModelError(f"model={name!r} has a config that cannot be read: {error}") from error
+        raise ModelError(
+            f"model={name!r} is neither a folder nor a .gguf file here, and the hub did not provide it: {error}"
+        ) from error
+    _check_architecture(model_config, name)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source.path,
+            config=model_config,
+            dtype=_DTYPES.get(config.dtype, "auto"),
+            output_loading_info=True,
+            **options,
+        )
+    except Exception as error:
+        raise ModelError(f"model={name!r} cannot be loaded: {error}") from error
+    if report["missing_keys"]:
+        some = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ModelError(f"model={name!r} lacks weights of a {type(model).__name__}, among them {some}")
+    if config.dtype == "auto" and device.type == "cpu" and not cpu_computes(model.dtype):
+        model = model.float()
+    if device.type != "cpu":
+        model = model.to(device)
+    model.requires_grad_(False)
+    return model
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is none that torch knows: use 'auto', 'cpu' or 'cuda'") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} is not supported: use 'auto', 'cpu' or 'cuda'")
+    return device
+
+
+def _check_architecture(config: PreTrainedConfig, name: str) -> None:
+    """Refuse what AutoModelForCausalLM would load without a word, but which was trained as something else."""
+    kind = (config.architectures or [config.model_type])[0]
+    if config.is_encoder_decoder:
+        raise ModelError(f"model={name!r} is an encoder-decoder ({kind}); only decoder-only models can be served")
+    if kind.endswith(("ForMaskedLM", "ForPreTraining")):
+        raise ModelError(f"model={name!r} is no causal language model but a {kind}: it sees the tokens to come")
+
+
+def _check_passed(model: PreTrainedModel, config: EngineConfig) -> None:
+    """A passed model is served as it is; what would change it is refused."""
+    kind = type(model).__name__
+    _check_architecture(model.config, model.name_or_path or kind)
+    if not model.can_generate():
+        raise ModelError(f"a {kind} cannot generate text; load it with AutoModelForCausalLM")
+    if model.training:
+        raise ModelError(f"the {kind} is in training mode; call model.eval() first")
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if len(devices) > 1 or "meta" in devices:
+        raise ModelError(f"the {kind} must be on one device but is on {', '.join(sorted(devices))}")
+    if config.dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
+        raise ConfigError(f"dtype={config.dtype!r} but the model passed is in {model.dtype}; call model.to() first")
+    if config.device != "auto" and _device(config.device).type != model.device.type:
+        raise ConfigError(f"device={config.device!r} but the model passed is on {model.device}; call model.to() first")
+
+
+def _load_tokenizer(name: str | None, source: _Source | None, config: EngineConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer called `name`, else the one that comes with the model; None if none does."""
+    if name is not None:
+        path = Path(name).expanduser()
+        source = _Source(str(path), is_folder=True) if path.is_dir() else _Source(name, is_folder=False)
+        config = replace(config, revision=None)  # which is the model's
+    elif source is None or (source.is_folder and not _has_tokenizer(Path(source.path))):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(source.path, **source.options(config))
+    except Exception as error:
+        raise ModelError(
+            f"the tokenizer of {source.path!r} cannot be loaded: {error}; tokenizer=... names another one"
+        ) from error
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Asked first, since AutoTokenizer makes up an empty tokenizer for a folder without one."""
+    return any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
+
+
+def _chat_template(template: str | None) -> str | None:
+    """The text of a template given as text or as a path: text has braces or several lines, or is no path."""
+    if template is None or "{" in template or "\n" in template:
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"chat_template={template!r} is neither a Jinja template nor a readable file") from error
+
+
+def _max_model_len(
+    model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+) -> int:
+    limit = _length_limit(model_config.get_text_config(decoder=True))
+    wanted = config.max_model_len
+    if limit is None:
+        return wanted or _tokenizer_limit(tokenizer) or DEFAULT_MAX_MODEL_LEN
+    if wanted is not None and wanted > limit:
+        raise ConfigError(f"max_model_len={wanted} is more than the model's own limit of {limit} tokens; lower it")
+    return wanted or limit
+
+
+def _length_limit(config: PreTrainedConfig) -> int | None:
+    lengths = (getattr(config, name, None) for name in _LENGTH_NAMES)
+    limit = next((length for length in lengths if isinstance(length, int) and length > 0), None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if limit is not None and rope.get("rope_type") == "yarn":
+        # YaRN is switched on by hand, as a rule without raising max_position_embeddings.
+        return max(limit, int(rope.get("original_max_position_embeddings", limit) * rope["factor"]))
+    return limit
+
+
+def _tokenizer_limit(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    if tokenizer is None or tokenizer.model_max_length >= _NO_TOKENIZER_LIMIT:
+        return None
+    return int(tokenizer.model_max_length)
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    text_config = model.config.get_text_config(decoder=True)
+    for source in (model.generation_config, model.config, text_config, tokenizer):
+        token_ids = getattr(source, "eos_token_id", None)
+        if token_ids is not None:
+            return frozenset([token_ids] if isinstance(token_ids, int) else token_ids)
+    return frozenset()
+
+
+def _default_sampling(model: PreTrainedModel) -> dict[str, Any]:
+    """`do_sample: false`, if it is written there, means temperature 0, as it does in `generate`."""
+    settings = model.generation_config
+    given = {ours: getattr(settings, theirs, None) for theirs, ours in _SAMPLING_NAMES.items()}
+    if settings.do_sample is False:
+        given["temperature"] = 0.0
+    return {name: value for name, value in given.items() if value is not None and _is_accepted(name, value)}
+
+
+def _is_accepted(name: str, value: Any) -> bool:
+    try:
+        SamplingParams(**{name: value})
+    except InvalidRequestError as error:
+        logger.warning("ignored in the model's generation_config: %s", error)
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no warnings from transformers in this block; downloads keep their bars."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    hub_bars = not are_progress_bars_disabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # and the hub's
+    _show_hub_bars(hub_bars)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+        _show_hub_bars(hub_bars)
+
+
+def _show_hub_bars(wanted: bool) -> None:
+    if wanted and are_progress_bars_disabled():
+        enable_progress_bars()
+    elif not wanted:
+        disable_progress_bars()

@@ -1,0 +1,150 @@
+"""Scheduled sequences to tensors to logits."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paged_backend.config import EngineConfig
+from paged_backend.engine.scheduler import ScheduledSequence, SchedulerOutput
+from paged_backend.model import kv_cache
+from paged_backend.model.attention import (
+    PAGED,
+    AttentionLayers,
+    AttentionMetadata,
+    LayerRecorder,
+    LayerSpec,
+    PagedLayers,
+    attention_layers,
+)
+from paged_backend.model.linear import pack_linears
+from paged_backend.model.loader import LoadedModel
+from paged_backend.model.self_check import check_logits, probe_token_ids
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Runs a transformers model on packed batches over a paged KV cache.
+
+    Building one checks that the packed run in chunks gives the logits of a plain run; a model it would get wrong
+    raises ModelError. A model the user passed is not changed: the runner works on a twin that shares its weights.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        model = loaded.model if loaded.owns_weights else _twin(loaded.model)
+        self._model: nn.Module = model
+        self.device = model.device
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self._block_size = config.block_size
+        with torch.inference_mode():
+            probe = probe_token_ids(self.vocab_size, loaded.max_model_len)
+            expected = self._plain_logits(probe)
+            model.set_attn_implementation(PAGED)
+            if loaded.owns_weights:
+                pack_linears(model)
+            self._specs = self._record_layers(probe)
+            bytes_per_block = kv_cache.block_bytes(self._specs, config.block_size, model.dtype)
+            self.num_blocks = kv_cache.num_blocks_for(config, bytes_per_block, loaded.max_model_len, self.device)
+            self._kv_cache = kv_cache.allocate(
+                self._specs, self.num_blocks, config.block_size, model.dtype, self.device
+            )
+            self.kv_cache_bytes = self.num_blocks * bytes_per_block
+            check_logits(self, probe, expected, config.block_size, name=loaded.name)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> Tensor:
+        """Logits [R, V] of the last `num_logits` tokens of each scheduled sequence."""
+        self._copy_blocks(output)
+        input_ids, positions, metadata = self._inputs(output.scheduled)
+        keep = _rows_to_keep(output.scheduled)
+        layers = PagedLayers(self._specs, self._kv_cache, metadata)
+        return self._forward(layers, input_ids, positions, keep)
+
+    def rows(self, logits: Tensor, rows: list[int]) -> Tensor:
+        """These rows of the logits, in this order."""
+        if rows == list(range(logits.shape[0])):
+            return logits
+        return logits[torch.tensor(rows, device=logits.device)]
+
+    def _forward(
+        self, layers: AttentionLayers, input_ids: np.ndarray, positions: np.ndarray, keep: np.ndarray
+    ) -> Tensor:
+        with attention_layers(layers):
+            result = self._model(
+                input_ids=self._tensor(input_ids)[None],
+                position_ids=self._tensor(positions)[None],
+                use_cache=False,
+                logits_to_keep=self._tensor(keep),
+            )
+        logits: Tensor = result.logits[0]
+        return logits
+
+    def _plain_logits(self, token_ids: list[int]) -> Tensor:
+        input_ids = torch.tensor([token_ids], device=self.device)
+        logits: Tensor = self._model(input_ids=input_ids, use_cache=False).logits[0]
+        return logits
+
+    def _record_layers(self, token_ids: list[int]) -> list[LayerSpec]:
+        recorder = LayerRecorder()
+        length = len(token_ids)
+        self._forward(recorder, np.array(token_ids), np.arange(length), np.arange(length))
+        return recorder.specs
+
+    def _inputs(self, scheduled: list[ScheduledSequence]) -> tuple[np.ndarray, np.ndarray, AttentionMetadata]:
+        """Ids [T] and positions [T] of the packed step, and where its keys and values are."""
+        num_sequences = len(scheduled)
+        starts = np.fromiter((item.sequence.num_computed_tokens for item in scheduled), np.int64, num_sequences)
+        lengths = np.fromiter((item.num_tokens for item in scheduled), np.int64, num_sequences)
+        query_start_loc = np.zeros(num_sequences + 1, np.int32)
+        np.cumsum(lengths, out=query_start_loc[1:])
+        token_ids: list[int] = []
+        block_tables = np.zeros((num_sequences, max(len(s.block_table) for s, _, _ in scheduled)), np.int32)
+        for row, (sequence, num_tokens, _) in enumerate(scheduled):
+            start = sequence.num_computed_tokens
+            token_ids += sequence.token_ids[start : start + num_tokens]
+            block_tables[row, : len(sequence.block_table)] = sequence.block_table
+        positions = np.arange(len(token_ids)) + np.repeat(starts - query_start_loc[:-1], lengths)
+        rows = np.repeat(np.arange(num_sequences), lengths)
+        blocks = block_tables[rows, positions // self._block_size].astype(np.int64)
+        metadata = AttentionMetadata(
+            slot_mapping=self._tensor(blocks * self._block_size + positions % self._block_size),
+            block_tables=self._tensor(block_tables),
+            query_start_loc=self._tensor(query_start_loc),
+            seq_lens=self._tensor((starts + lengths).astype(np.int32)),
+        )
+        return np.array(token_ids, np.int64), positions, metadata
+
+    def _copy_blocks(self, output: SchedulerOutput) -> None:
+        """All sources are read before a target is written, since a target may be another copy's source."""
+        if not output.copies:
+            return
+        sources = self._tensor(np.array([copy.source for copy in output.copies]))
+        targets = self._tensor(np.array([copy.target for copy in output.copies]))
+        for keys, values in self._kv_cache:
+            keys[targets] = keys[sources]
+            values[targets] = values[sources]
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _rows_to_keep(scheduled: list[ScheduledSequence]) -> np.ndarray:
+    """Where in the pack the tokens are whose logits are wanted."""
+    keep: list[int] = []
+    end = 0
+    for _, num_tokens, num_logits in scheduled:
+        end += num_tokens
+        keep.extend(range(end - num_logits, end))
+    return np.array(keep, np.int64)
+
+
+def _twin(model: Any) -> Any:
+    """A copy of the modules and the configuration that shares every parameter and buffer with the original."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared).eval()

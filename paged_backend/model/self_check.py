@@ -1,0 +1,72 @@
+"""Before a model serves anybody: does the packed, chunked run give the logits of a plain run?"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paged_backend.engine.kv_cache_manager import KVCacheManager
+from paged_backend.engine.request import Request
+from paged_backend.engine.scheduler import Scheduler, SchedulerOutput
+from paged_backend.errors import ModelError
+from paged_backend.sampling_params import SamplingParams
+
+_NUM_PROBE_TOKENS = 24
+_CHUNK = 7
+# Two right runs differ by rounding. A wrong mask, position or state differs by the logits' own size.
+_LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+
+class _Runner(Protocol):
+    num_blocks: int
+
+    def execute(self, output: SchedulerOutput) -> Tensor: ...
+
+
+def probe_token_ids(vocab_size: int, max_model_len: int) -> list[int]:
+    """Some ids, spread over the vocabulary."""
+    length = min(_NUM_PROBE_TOKENS, max_model_len - 1)
+    return [(7 + 7919 * i) % vocab_size for i in range(length)]
+
+
+def check_logits(runner: _Runner, token_ids: list[int], expected: Tensor, block_size: int, *, name: str) -> None:
+    """Compute two copies of the probe in chunks, packed into the same steps, and compare all logits.
+
+    `expected` [T, V] comes from a plain forward.
+    Raises ModelError with the difference.
+    """
+    manager = KVCacheManager(runner.num_blocks, block_size, enable_prefix_caching=False)
+    scheduler = Scheduler(manager, max_num_seqs=2, max_num_batched_tokens=_CHUNK, max_model_len=len(token_ids) + 1)
+    length = min(len(token_ids), scheduler.max_len // 2 - 1)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    for copy in range(2):
+        request = Request(
+            request_id=str(copy), prompt_token_ids=token_ids[:length], params=params, max_tokens=1, seed=0
+        )
+        scheduler.add_request(request)
+    logits: dict[str, list[Tensor]] = {"0": [], "1": []}
+    while scheduler.has_work:
+        output = scheduler.schedule()
+        rows = runner.execute(output)
+        for sequence, num_tokens, _ in output.scheduled:
+            # Asking for prompt log-probabilities makes the scheduler want the logits of every token.
+            logits[sequence.request.request_id].append(rows[:num_tokens])
+            rows = rows[num_tokens:]
+        for sequence, _ in scheduler.advance(output):
+            scheduler.update(sequence, 0)
+    largest = max(_difference(torch.cat(parts), expected[:length]) for parts in logits.values())
+    limit = _LARGEST_DIFFERENCE[expected.dtype]
+    if not largest <= limit:
+        raise ModelError(
+            f"{name}: the packed run differs from a plain run by {largest:.2g} standard deviations of the logits "
+            f"(at most {limit:g} would be rounding), so the engine would get this model wrong; it cannot serve it yet"
+        )
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    """The largest root mean square difference of a token's logits, in standard deviations of all logits."""
+    actual, expected = actual.float(), expected.float()
+    per_token = (actual - expected).square().mean(dim=1).sqrt()
+    return float(per_token.max() / expected.std().clamp_min(1e-6))

@@ -1,0 +1,73 @@
+"""What comes back: one `RequestOutput` per request, with one `CompletionOutput` per sample. vLLM's field names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """Log-probability of one token, before penalties and temperature."""
+
+    logprob: float
+    rank: int
+    """1 is the most likely token of the vocabulary."""
+    decoded_token: str | None = None
+    """The token decoded on its own; half a character shows as U+FFFD."""
+
+
+TokenLogprobs = Mapping[int, Logprob]
+"""Token id to log-probability, of one position: the chosen token first, then the best ones."""
+
+
+@dataclasses.dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` outputs of a request; in a stream of deltas, only what is new in it."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry per token of `token_ids`, if asked for."""
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort` or `repetition`; None while it runs."""
+    stop_reason: int | str | None = None
+    """The stop string or stop token id that ended it; None for the model's own end token."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds of `time.monotonic()`."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class RequestOutput:
+    """The answer to one prompt, or the part of it that one step of a stream brought."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt as text, if it was given as text or rendered from a chat."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry per prompt token, the first None; in a stream, on the first output only."""
+    num_cached_tokens: int = 0
+    """How many prompt tokens were found in the prefix cache."""
+    metrics: RequestMetrics | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated over all outputs, including those hidden from the text."""
+        return sum(len(output.token_ids) for output in self.outputs)

@@ -1,0 +1,17 @@
+"""What every test needs before it imports anything: no network, quiet tokenizers, a Hypothesis profile."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is imported
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warns about every fork
+
+from hypothesis import HealthCheck, settings
+
+# No deadline and no complaint about slow generation: both depend on what else the machine is doing.
+_ALWAYS = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+# New examples on each everyday run; on CI more of them, the same ones for every change.
+settings.register_profile("everyday", _ALWAYS, max_examples=50)
+settings.register_profile("ci", _ALWAYS, max_examples=400, derandomize=True, database=None)
+settings.load_profile("ci" if os.environ.get("CI") else "everyday")

@@ -1,0 +1,249 @@
+"""Every kernel computes what its definition in plain torch says, and the definition is attention."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged_kernels import paged_attention, reference, store_kv
+from torch import Tensor
+
+TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+GARBAGE_BLOCK = -(2**31)
+
+
+class Batch:
+    """Random ragged sequences whose keys and values were stored in shuffled blocks of a cache full of NaN.
+
+    The dense keys and values are kept to compare with.
+    """
+
+    def __init__(self, query_lens, seq_lens, *, heads=(4, 2), head_sizes=(16, 16), block_size=4, dtype=torch.float32):
+        num_heads, num_kv_heads = heads
+        generator = torch.Generator().manual_seed(sum(seq_lens))
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        self.query_lens, self.seq_lens = query_lens, seq_lens
+        self.query = random(sum(query_lens), num_heads, head_sizes[0])
+        self.keys = [random(n, num_kv_heads, head_sizes[0]) for n in seq_lens]
+        self.values = [random(n, num_kv_heads, head_sizes[1]) for n in seq_lens]
+        self.scale = 1 / math.sqrt(head_sizes[0])
+
+        num_blocks = [-(-n // block_size) for n in seq_lens]
+        free = torch.randperm(sum(num_blocks) + 3, generator=generator).int()
+        self.block_tables = torch.full(
+            (len(seq_lens), max(num_blocks, default=0) + 2), GARBAGE_BLOCK, dtype=torch.int32
+        )
+        self.k_cache = torch.full((len(free), num_kv_heads, block_size, head_sizes[0]), math.nan, dtype=dtype)
+        self.v_cache = torch.full((len(free), num_kv_heads, block_size, head_sizes[1]), math.nan, dtype=dtype)
+        for s, n in enumerate(num_blocks):
+            self.block_tables[s, :n], free = free[:n], free[n:]
+            store_kv(self.keys[s], self.values[s], self.k_cache, self.v_cache, self.slots(s))
+
+    def slots(self, s: int) -> Tensor:
+        block_size = self.k_cache.shape[2]
+        positions = torch.arange(self.seq_lens[s])
+        return self.block_tables[s, positions // block_size].long() * block_size + positions % block_size
+
+    def attend(self, attention=paged_attention, **options: Any) -> Tensor:
+        query_start_loc = torch.tensor([0, *self.query_lens]).cumsum(0).int()
+        seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32)
+        caches = (self.k_cache, self.v_cache, self.block_tables)
+        return attention(self.query, *caches, query_start_loc, seq_lens, scale=self.scale, **options)
+
+    def assert_same(self, **options: Any) -> None:
+        actual, expected = self.attend(**options), self.attend(reference.paged_attention, **options)
+        assert actual.dtype == self.query.dtype
+        assert_close(actual, expected)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def dense_attention(batch, window=None, chunk=None, softcap=None, sinks=None, alibi_slopes=None) -> Tensor:
+    """Attention as a textbook has it: one query, one head, all keys at a time, in float64."""
+    num_heads, num_kv_heads = batch.query.shape[1], batch.k_cache.shape[1]
+    rows = []
+    queries = iter(batch.query.double())
+    for s, seq_len in enumerate(batch.seq_lens):
+        for q in range(seq_len - batch.query_lens[s], seq_len):
+            query = next(queries)
+            seen = [
+                p for p in range(q + 1) if not (window and p <= q - window) and not (chunk and p // chunk != q // chunk)
+            ]
+            for h in range(num_heads):
+                kv_head = h * num_kv_heads // num_heads
+                logits = batch.keys[s][seen, kv_head].double() @ query[h] * batch.scale
+                if softcap:
+                    logits = softcap * torch.tanh(logits / softcap)
+                if alibi_slopes is not None:
+                    logits = logits + alibi_slopes[h].double() * (torch.tensor(seen) - q)
+                denominator = logits.exp().sum() + (0 if sinks is None else sinks[h].double().exp())
+                rows.append(logits.exp() / denominator @ batch.values[s][seen, kv_head].double())
+    return torch.stack(rows).view(*batch.query.shape[:2], -1).to(batch.query.dtype)
+
+
+OPTIONS = {
+    "causal": {},
+    "window": {"window": 5},
+    "window of one": {"window": 1},
+    "chunk": {"chunk": 8},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([-1.0, 0.5, 2.0, 4.0])},
+    "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, -0.1])},
+    "all": {
+        "window": 300,
+        "softcap": 30.0,
+        "sinks": torch.tensor([-1.0, 0.5, 2.0, 4.0]),
+        "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.01]),
+    },
+}
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+
+
+@each_option
+def test_the_definition_is_dense_attention(options):
+    batch = Batch([1, 3, 0, 21], [9, 7, 5, 21])
+    assert_close(batch.attend(reference.paged_attention, **options), dense_attention(batch, **options))
+
+
+@each_option
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_option_holds_for_decode_prefill_and_chunks_alike(options, dtype):
+    Batch([1, 40, 3, 0, 17, 1], [700, 40, 259, 12, 333, 1], dtype=dtype).assert_same(**options)
+
+
+@pytest.mark.parametrize("heads", [(3, 3), (9, 3), (8, 2), (8, 1), (1, 1)], ids="H{0[0]}K{0[1]}".format)
+@pytest.mark.parametrize(
+    "head_sizes", [(64, 64), (80, 80), (96, 64), (256, 256), (24, 40), (8, 8)], ids="D{0[0]}Dv{0[1]}".format
+)
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+def test_every_shape_of_heads_and_blocks_works(heads, head_sizes, block_size):
+    batch = Batch([1, 5, 18], [300, 37, 18], heads=heads, head_sizes=head_sizes, block_size=block_size)
+    batch.assert_same()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [
+        ([], []),
+        ([0], [7]),
+        ([0, 0, 1, 0], [3, 0, 5, 2]),
+        ([1] * 9, range(1, 10)),
+        ([1], [3000]),
+        ([16], [3000]),
+        ([17], [600]),
+        ([100], [100]),
+        ([33, 1, 64], [90, 1000, 64]),
+    ],
+    ids=["empty", "no queries", "some without queries", "decode", "long", "long chunk", "tiles", "prefill", "mixed"],
+)
+def test_any_mix_of_query_and_context_lengths_works(query_lens, seq_lens, dtype):
+    Batch(query_lens, list(seq_lens), dtype=dtype).assert_same()
+
+
+def test_float16_is_supported():
+    Batch([1, 20], [300, 50], head_sizes=(24, 64), dtype=torch.float16).assert_same()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 600)), max_size=6),
+    group=st.integers(1, 4),
+    block_size=st.sampled_from([1, 4, 16]),
+    window=st.none() | st.integers(1, 400),
+    chunk=st.none() | st.integers(1, 400),
+)
+def test_random_ragged_batches_match_the_definition(lens, group, block_size, window, chunk):
+    query_lens = [num_queries for num_queries, _ in lens]
+    seq_lens = [num_queries + num_past for num_queries, num_past in lens]
+    batch = Batch(query_lens, seq_lens, heads=(2 * group, 2), block_size=block_size)
+    batch.assert_same(window=window, chunk=chunk)
+
+
+def test_a_sequence_gets_the_same_bits_whatever_its_batch_mates():
+    batch = Batch([1, 50, 1, 4], [900, 50, 20, 400])
+    together = batch.attend().split(batch.query_lens)
+    for s, seq_len in enumerate(batch.seq_lens):
+        alone = Batch([batch.query_lens[s]], [seq_len])
+        alone.query = batch.query.split(batch.query_lens)[s]
+        alone.k_cache, alone.v_cache, alone.block_tables = batch.k_cache, batch.v_cache, batch.block_tables[s : s + 1]
+        assert torch.equal(alone.attend(), together[s])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 7])
+def test_the_number_of_threads_changes_nothing(num_threads):
+    batch = Batch([1, 50, 1], [900, 50, 20])
+    expected = batch.attend()
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert torch.equal(batch.attend(), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_blocks_that_left_the_window_are_not_read():
+    batch = Batch([1, 6], [50, 30])
+    expected = batch.attend(window=8)
+    batch.block_tables[0, : (50 - 8) // 4] = GARBAGE_BLOCK
+    batch.block_tables[1, : (30 - 5 - 8) // 4] = GARBAGE_BLOCK
+    for attention in (paged_attention, reference.paged_attention):
+        assert_close(batch.attend(attention, window=8), expected)
+
+
+def test_nan_in_one_sequence_stays_there():
+    batch = Batch([1, 1], [40, 40])
+    expected = batch.attend()[1]
+    batch.query[0, 0, 0] = math.nan
+    actual = batch.attend()
+    assert actual[0, 0].isnan().all()
+    assert torch.equal(actual[1], expected)
+
+
+def test_large_logits_do_not_overflow():
+    batch = Batch([1, 5], [40, 300])
+    batch.query *= 1000
+    batch.assert_same()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_query_may_be_a_view_of_a_merged_projection(dtype):
+    batch = Batch([1, 20], [40, 20], dtype=dtype)
+    merged = torch.randn(21, 64 + 100).to(dtype)
+    for view in (merged[:, 30:94].view(21, 4, 16), merged[:, :64].view(21, 16, 4).transpose(1, 2)):
+        batch.query = view
+        batch.assert_same()
+
+
+@pytest.mark.parametrize("store", [store_kv, reference.store_kv], ids=["fast", "definition"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_tokens_are_stored_in_their_slots_and_nowhere_else(store, dtype, contiguous):
+    key, value = torch.randn(2, 5, 16).to(dtype), torch.randn(2, 5, 24).to(dtype)
+    key, value = key.transpose(0, 1), value.transpose(0, 1)  # [T, K, D], as models hand them over
+    if contiguous:
+        key, value = key.contiguous(), value.contiguous()
+    k_cache = torch.full((3, 2, 4, 16), 7.0, dtype=dtype)
+    v_cache = torch.full((3, 2, 4, 24), 7.0, dtype=dtype)
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    slots = [5, -1, 11, 0, -1]
+    for t, slot in enumerate(slots):
+        if slot >= 0:
+            expected_k[slot // 4, :, slot % 4], expected_v[slot // 4, :, slot % 4] = key[t], value[t]
+    store(key, value, k_cache, v_cache, torch.tensor(slots))
+    assert torch.equal(k_cache, expected_k)
+    assert torch.equal(v_cache, expected_v)
+
+
+def test_storing_no_tokens_is_fine():
+    cache = torch.zeros(2, 1, 4, 8)
+    store_kv(torch.empty(0, 1, 8), torch.empty(0, 1, 8), cache, cache, torch.empty(0, dtype=torch.int64))
+    assert not cache.any()

@@ -1,0 +1,193 @@
+"""Block tables: what is shared, what is copied, what is found again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+from helpers import make_manager, make_request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_backend.engine import request as engine_request
+from paged_backend.engine.kv_cache_manager import KVCacheManager
+
+# Python's hash of -1 is that of -2, and the hash of an integer is taken modulo this number.
+MODULUS = 2**61 - 1
+
+
+class SameHash(int):
+    """A token id whose hash says nothing."""
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def computed(manager: KVCacheManager, prompt: Iterable[int], **options: Any) -> engine_request.Sequence:
+    """A sequence whose prompt is computed."""
+    sequence = make_request(prompt, **options).sequences[0]
+    assert manager.admit(sequence)
+    manager.publish(sequence, sequence.num_tokens)
+    sequence.num_computed_tokens = sequence.num_tokens
+    return sequence
+
+
+def num_found(manager: KVCacheManager, prompt: Iterable[int], **options: Any) -> int:
+    """How many tokens of a prompt a new request would find computed."""
+    sequence = make_request(prompt, **options).sequences[0]
+    assert manager.admit(sequence)
+    num_tokens = sequence.num_computed_tokens
+    manager.free(sequence)
+    return num_tokens
+
+
+@pytest.mark.parametrize("num_tokens, num_expected", [(1, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
+def test_a_prompt_wholly_in_the_cache_leaves_its_last_token_to_compute(num_tokens: int, num_expected: int) -> None:
+    manager = make_manager(block_size=4)
+    manager.free(computed(manager, range(num_tokens)))
+
+    assert num_found(manager, range(num_tokens)) == num_expected
+
+
+@given(first=st.lists(st.integers(0, 1), max_size=12), second=st.lists(st.integers(0, 1), min_size=1, max_size=12))
+def test_what_is_found_is_the_common_prefix_in_full_blocks(first: list[int], second: list[int]) -> None:
+    manager = make_manager(block_size=2)
+    manager.free(computed(manager, [*first, 9]))
+    num_common = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+    assert num_found(manager, second) == min(num_common, len(second) - 1) // 2 * 2
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ([-1] * 4, [-2] * 4),
+        ([5] * 4, [5 + MODULUS] * 4),
+        ([SameHash(1)] * 4, [SameHash(2)] * 4),
+    ],
+)
+def test_prompts_whose_hashes_collide_never_share(first: Sequence[int], second: Sequence[int]) -> None:
+    assert hash(tuple(first)) == hash(tuple(second))
+    manager = make_manager(block_size=4)
+    manager.free(computed(manager, [*first, 0, 0, 0, 0, 0]))
+
+    assert num_found(manager, [*second, 0, 0, 0, 0, 0]) == 0
+    assert num_found(manager, [*first, 0, 0, 0, 0, 0]) == 8
+
+
+def test_equal_blocks_after_different_ones_are_not_shared() -> None:
+    manager = make_manager(block_size=2)
+    manager.free(computed(manager, [1, 1, 7, 7, 0]))
+
+    assert num_found(manager, [2, 2, 7, 7, 0]) == 0
+    assert num_found(manager, [7, 7, 0]) == 0
+
+
+def test_prefixes_are_shared_only_within_one_salt() -> None:
+    manager = make_manager(block_size=4)
+    manager.free(computed(manager, range(9), cache_salt="a"))
+
+    assert num_found(manager, range(9), cache_salt="a") == 8
+    assert num_found(manager, range(9), cache_salt="b") == 0
+    assert num_found(manager, range(9)) == 0
+
+
+def test_nothing_is_found_with_prefix_caching_off() -> None:
+    manager = make_manager(block_size=4, enable_prefix_caching=False)
+    manager.free(computed(manager, range(9)))
+
+    assert num_found(manager, range(9)) == 0
+    assert manager.pool.num_cached == 0
+
+
+def test_a_request_for_prompt_logprobs_computes_everything_and_still_serves_others() -> None:
+    manager = make_manager(block_size=4)
+    manager.free(computed(manager, range(9), prompt_logprobs=0))
+
+    assert num_found(manager, range(9), prompt_logprobs=0) == 0
+    assert num_found(manager, range(9)) == 8
+
+
+def test_a_failed_step_leaves_nothing_to_find_but_what_was_there_before() -> None:
+    manager = make_manager(block_size=4)
+    manager.begin_step()
+    computed(manager, range(9))
+    manager.begin_step()
+    computed(manager, range(17))
+
+    manager.unpublish_step()
+
+    assert num_found(manager, range(17)) == 8
+
+
+def test_the_end_of_a_prefix_is_forgotten_before_its_start() -> None:
+    manager = make_manager(num_blocks=6, block_size=2)
+    manager.free(computed(manager, range(8)))
+    manager.free(computed(manager, range(50, 56)))
+
+    assert num_found(manager, range(9)) == 6
+
+
+def test_admission_that_does_not_fit_changes_nothing() -> None:
+    manager = make_manager(num_blocks=4, block_size=2)
+    manager.free(computed(manager, range(5)))
+    computed(manager, range(50, 52))
+    free_before = manager.pool.num_free
+
+    sequence = make_request(range(8)).sequences[0]
+
+    assert not manager.admit(sequence)
+    assert (manager.pool.num_free, sequence.block_table, sequence.num_computed_tokens) == (free_before, [], 0)
+
+
+def test_a_found_block_that_is_free_counts_against_the_room() -> None:
+    manager = make_manager(num_blocks=3, block_size=2)
+    manager.free(computed(manager, range(5)))
+
+    assert manager.admit(make_request(range(6)).sequences[0])
+    assert manager.pool.num_free == 0
+
+
+def test_forks_share_everything_until_the_first_of_them_writes() -> None:
+    manager = make_manager(block_size=4)
+    request = make_request(range(6), n=3)
+    parent, *children = request.sequences
+    assert manager.admit(parent)
+    parent.num_computed_tokens = 6
+    for child in children:
+        child.token_ids = list(parent.token_ids)
+        manager.fork(parent, child)
+    assert manager.pool.num_used == 2
+
+    copies = [manager.allocate_slots(sequence, 1) for sequence in request.sequences]
+
+    assert [len(copy or ()) for copy in copies] == [1, 1, 0], "the last one that holds a block may write to it"
+    tables = [sequence.block_table for sequence in request.sequences]
+    assert len({table[0] for table in tables}) == 1
+    assert len({table[1] for table in tables}) == 3
+    assert manager.pool.num_used == 4
+
+
+def test_a_fork_without_room_for_its_copy_gets_nothing_and_changes_nothing() -> None:
+    manager = make_manager(num_blocks=2, block_size=4)
+    parent, child = make_request(range(6), n=2).sequences
+    assert manager.admit(parent)
+    parent.num_computed_tokens = 6
+    manager.fork(parent, child)
+
+    assert manager.allocate_slots(child, 1) is None
+    assert child.block_table == parent.block_table
+    manager.free(parent)
+    assert manager.allocate_slots(child, 1) == []
+
+
+def test_freeing_twice_changes_nothing() -> None:
+    manager = make_manager(num_blocks=4, block_size=4)
+    sequence = computed(manager, range(9))
+    manager.free(sequence)
+    manager.free(sequence)
+
+    assert manager.pool.num_free == 4
