@@ -65,9 +65,9 @@ def main() -> None:
     # Over its life a request holds its whole reservation while its length grows from the prompt's to the last.
     held = sum(len(prompt) + num / 2 for prompt, num in zip(prompts, num_outputs, strict=True)) / len(prompts)
     print(
-        f"{arguments.requests} requests, prompts of 20-600 and outputs of 16-256 tokens, blocks of {arguments.block_size}: "
-        f"{stats.kv_waste_ratio:.2%} of held slots were empty, over {stats.num_steps} steps with "
-        f"{stats.num_preemptions} preemptions"
+        f"{arguments.requests} requests, prompts of 20-600 and outputs of 16-256 tokens, blocks of "
+        f"{arguments.block_size}: {stats.kv_waste_ratio:.2%} of held slots were empty, over {stats.num_steps} steps "
+        f"with {stats.num_preemptions} preemptions"
     )
     print(f"reserving the longest length (856 tokens) for each would leave {1 - held / 856:.0%} empty")
 

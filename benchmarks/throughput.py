@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import transformers
-from workloads import WORKLOADS, Conversation, Workload
 
 import paged_backend
 from paged_backend import LLM, SamplingParams
+from workloads import WORKLOADS, Conversation, Workload
 
 Generate = Callable[[list[Conversation], int], None]
 
@@ -51,15 +51,25 @@ class TransformersEngine:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
+    def _rendered(self, conversations: list[Conversation]) -> list[str]:
+        return [
+            self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+            for conversation in conversations
+        ]
+
     @torch.inference_mode()
     def generate(self, conversations: list[Conversation], num_tokens: int) -> None:
-        texts = [self._tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations]
+        texts = [
+            self._tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations
+        ]
         batch = self._tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         self._model.generate(**batch, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False)
 
     @torch.inference_mode()
     def generate_batch(self, conversations: list[Conversation], num_tokens: int) -> None:
-        texts = [self._tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations]
+        texts = [
+            self._tokenizer.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in conversations
+        ]
         config = transformers.GenerationConfig(
             max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=self._tokenizer.pad_token_id
         )
@@ -84,7 +94,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, or a model folder (default: demo)")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--engines", nargs="+", default=["paged", "generate"], choices=("paged", "generate", "generate_batch"))
+    names = ("paged", "generate", "generate_batch")
+    parser.add_argument("--engines", nargs="+", default=["paged", "generate"], choices=names)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", help="also write the figures to this JSON file")
@@ -99,9 +110,9 @@ def main() -> None:
         else:
             engines[name] = getattr(peer, name)
     print(
-        f"paged-backend {paged_backend.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}, {torch.get_num_threads()} threads of {os.cpu_count()} cores, "
-        f"{arguments.model} in {arguments.dtype}, {arguments.rounds} rounds"
+        f"paged-backend {paged_backend.__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}, "
+        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {arguments.model} in {arguments.dtype}, {arguments.rounds} rounds"
     )
     for generate in engines.values():
         generate(Workload("warm-up", 2, 8).conversations(0), 8)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 
 TOPICS = (
-    "spring,databases,ocean tides,sorting algorithms,the Roman empire,bicycles,black holes,bread baking,"
-    "HTTP caching,whales,compilers,gardens,glaciers,jazz,chess,volcanoes"
-).split(",")
+    *("spring", "databases", "ocean tides", "sorting algorithms", "the Roman empire", "bicycles", "black holes"),
+    *("bread baking", "HTTP caching", "whales", "compilers", "gardens", "glaciers", "jazz", "chess", "volcanoes"),
+)
 SYSTEM_PROMPT = "You are a careful assistant for a support desk. " + " ".join(
     f"Rule {i}: answer politely, cite the section {i * 7 % 13} of the handbook when relevant, and never invent facts."
     for i in range(20)
@@ -34,9 +34,7 @@ class Workload:
 
     def _conversation(self, index: int, round_: int) -> Conversation:
         topic = TOPICS[(index + round_) % len(TOPICS)]
-        question = (
-            f"Write a short paragraph about {topic}, point {index + 100 * round_}, and explain why it matters to people."
-        )
+        question = f"Write a short paragraph about {topic}, point {index + 100 * round_}, and explain why it matters to people."
         user = {"role": "user", "content": question}
         if not self.shared_system_prompt:
             return [user]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
+
 from langchain_paged import ChatPaged
 
 COUNTRIES = ["France", "Italy", "Japan", "Egypt", "Peru", "Kenya", "Norway", "India"]

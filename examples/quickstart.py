@@ -1,6 +1,6 @@
 """A real model answers through LangChain: one answer streamed, then eight at once in one paged KV cache.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 import time

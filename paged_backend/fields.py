@@ -27,7 +27,7 @@ def rejects_unknown_arguments(error: type[PagedBackendError]) -> Callable[[type[
                     raise error(unknown_argument(cls.__name__, name, known))
             init(self, *args, **kwargs)
 
-        cls.__init__ = checked_init  # type: ignore[method-assign]
+        cls.__init__ = checked_init  # type: ignore[assignment, method-assign]
         return cls
 
     return decorate

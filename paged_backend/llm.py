@@ -227,7 +227,7 @@ class LLM:
     def _start(self, backend: Backend, config: EngineConfig) -> None:
         self.config = config
         self.model_name, self.max_model_len = backend.name, backend.max_model_len
-        self._tokenizer = backend.tokenizer
+        tokenizer = self._tokenizer = backend.tokenizer
         self._backend_defaults = backend.default_sampling
         manager = KVCacheManager(
             backend.runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
@@ -240,7 +240,7 @@ class LLM:
             eos_token_ids=backend.eos_token_ids,
         )
         self._factory = RequestFactory(
-            limits, encode_word=self._tokenizer and self._tokenizer.encode_word, seed=config.seed
+            limits, encode_word=tokenizer.encode_word if tokenizer else None, seed=config.seed
         )
         scheduler = Scheduler(
             manager,
@@ -248,7 +248,7 @@ class LLM:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=backend.max_model_len,
         )
-        processor = OutputProcessor(self._tokenizer and self._tokenizer.decoder())
+        processor = OutputProcessor(tokenizer.decoder() if tokenizer else None)
         engine = Engine(backend.runner, backend.sampler, scheduler, processor)
         self._loop = EngineLoop(engine, max_num_queued_reqs=config.max_num_queued_reqs)
         logger.info(
@@ -261,8 +261,8 @@ class LLM:
         """Torch's thread pool does not survive a fork: work in the child would hang for ever."""
         if LLM._process_id not in (None, os.getpid()):
             raise EngineDeadError(
-                f"this process was forked from process {LLM._process_id}, which has used an LLM; torch's threads do not "
-                "survive that, so start the process with the method 'spawn' instead"
+                f"this process was forked from process {LLM._process_id}, which has used an LLM; torch's threads do "
+                "not survive that, so start the process with the method 'spawn' instead"
             )
         LLM._process_id = os.getpid()
 
@@ -308,12 +308,12 @@ class LLM:
     def _params_for(self, num_prompts: int, params: Any, default: Any) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or default()] * num_prompts
-        params = list(params)
-        if len(params) != num_prompts:
+        each: list[SamplingParams] = list(params)
+        if len(each) != num_prompts:
             raise InvalidRequestError(
-                f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one for each"
+                f"{len(each)} sampling_params for {num_prompts} prompts; give one, or one for each"
             )
-        return params
+        return each
 
     def _text_and_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from helpers import byte_level_tokenizer, in_threads, is_idle, make_llm
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from helpers import byte_level_tokenizer, in_threads, is_idle, make_llm
 from paged_backend import InvalidRequestError, SamplingParams
 from paged_backend.chat.messages import normalised
 from paged_backend.chat.tokenizer import Tokenizer

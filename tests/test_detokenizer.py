@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
-from helpers import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from helpers import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 from paged_backend import EngineConfig, MissingExtraError
 from paged_backend.engine.detokenizer import Decode, Detokenizer
 from paged_backend.model.demo import demo_folder

@@ -6,6 +6,10 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
 from helpers import (
     Result,
     StepFailure,
@@ -18,10 +22,6 @@ from helpers import (
     text_decoder,
     wait_until,
 )
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
-
 from paged_backend import EngineError, RepetitionDetection, RequestTimeoutError
 from paged_backend.engine.request import Request
 

@@ -1,14 +1,18 @@
 """Every kernel computes what its definition in plain torch says, and the definition is attention."""
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_kernels import paged_attention, reference, store_kv
 from torch import Tensor
+
+from paged_kernels import paged_attention, reference, store_kv
 
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 GARBAGE_BLOCK = -(2**31)
@@ -153,7 +157,7 @@ def test_float16_is_supported():
     Batch([1, 20], [300, 50], head_sizes=(24, 64), dtype=torch.float16).assert_same()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     lens=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 600)), max_size=6),
     group=st.integers(1, 4),
@@ -188,6 +192,19 @@ def test_the_number_of_threads_changes_nothing(num_threads):
         assert torch.equal(batch.attend(), expected)
     finally:
         torch.set_num_threads(before)
+
+
+def test_the_first_call_leaves_the_number_of_torch_threads_alone():
+    script = """
+import torch, paged_kernels
+torch.set_num_threads(1)
+query, lens = torch.ones(1, 1, 8), torch.tensor([1], dtype=torch.int32)
+cache, start = torch.ones(1, 1, 4, 8), torch.tensor([0, 1], dtype=torch.int32)
+paged_kernels.paged_attention(query, cache, cache, torch.zeros(1, 1, dtype=torch.int32), start, lens, scale=1.0)
+assert torch.get_num_threads() == 1, torch.get_num_threads()
+"""
+    path = os.pathsep.join(sys.path)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100, env={**os.environ, "PYTHONPATH": path})
 
 
 def test_blocks_that_left_the_window_are_not_read():

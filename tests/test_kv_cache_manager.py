@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from helpers import make_manager, make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import make_manager, make_request
 from paged_backend.engine import request as engine_request
 from paged_backend.engine.kv_cache_manager import KVCacheManager
 

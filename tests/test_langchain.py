@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_models import CHAT_TEMPLATE, EOS, VOCAB_SIZE, make_tokenizer, save_model
 from langchain_core._api import LangChainBetaWarning
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
@@ -25,11 +24,12 @@ from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, System
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import ConfigurableField, RunnableParallel
-from langchain_paged import ChatPaged
-from langchain_paged.settings import RequestSettings
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
+from helpers_models import CHAT_TEMPLATE, EOS, VOCAB_SIZE, make_tokenizer, save_model
+from langchain_paged import ChatPaged
+from langchain_paged.settings import RequestSettings
 from paged_backend import LLM, Backend, EngineStats, SamplingParams
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.sampling.sampler import SampledToken
@@ -224,7 +224,7 @@ async def first_of(messages: Awaitable[list[AIMessage]]) -> AIMessage:
 
 async def first_generation(model: ChatPaged) -> AIMessage:
     result = await model.agenerate([[HumanMessage("Hello.")]])
-    message = result.generations[0][0].message  # type: ignore[union-attr]
+    message = result.generations[0][0].message
     assert isinstance(message, AIMessage)
     return message
 
@@ -274,7 +274,7 @@ def test_every_way_to_ask_gives_the_same_text_usage_and_ending(llm: LLM, setting
 def test_output_version_v1_gives_blocks_with_the_same_text(llm: LLM) -> None:
     found = answers(ChatPaged(llm=llm, output_version="v1"))
     assert {way: answer.text for way, answer in found.items()} == dict.fromkeys(found, "You said: Hello.")
-    assert {block["type"] for answer in found.values() for block in answer.content} == {"text"}  # type: ignore[index]
+    assert {block["type"] for answer in found.values() for block in answer.content} == {"text"}
 
 
 def test_an_answer_says_how_it_ended_and_what_it_took(llm: LLM) -> None:
@@ -449,9 +449,14 @@ def test_both_spellings_of_model_and_stop_are_understood() -> None:
     assert (model.model, model.stop) == ("demo", ["x"])
 
 
-def test_a_loaded_model_is_refused_with_what_to_do_instead() -> None:
-    with pytest.raises(ValueError, match=r"llm=LLM\(model, tokenizer\)"):
-        ChatPaged(model=object())
+@pytest.mark.parametrize("arguments", [{"model": object()}, {"model": None}, {"model": ""}, {}])
+def test_without_a_model_the_error_says_what_to_give(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"for a loaded model give llm=LLM\(model, tokenizer\)"):
+        ChatPaged(**arguments)
+
+
+def test_a_path_can_be_given_as_model(tmp_path: Path) -> None:
+    assert ChatPaged(model=tmp_path).model == str(tmp_path)
 
 
 def test_an_engine_can_be_given_as_model(llm: LLM) -> None:
@@ -468,9 +473,9 @@ def test_a_final_ai_message_is_continued(llm: LLM) -> None:
     closed = f"{continued}<|im_end|>\n<|im_start|>assistant\n"
     num_tokens = {text: len(llm.tokenizer.encode(text, add_special_tokens=False)) for text in (continued, closed)}
     assert model.get_num_tokens_from_messages(messages) == num_tokens[continued]
-    assert model.invoke(messages).usage_metadata["input_tokens"] == num_tokens[continued]  # type: ignore[index]
+    assert model.invoke(messages).usage_metadata["input_tokens"] == num_tokens[continued]
     answer = model.invoke(messages, continue_final_message=False)
-    assert answer.usage_metadata["input_tokens"] == num_tokens[closed]  # type: ignore[index]
+    assert answer.usage_metadata["input_tokens"] == num_tokens[closed]
 
 
 @pytest.mark.parametrize(
@@ -664,10 +669,9 @@ async def test_the_event_loop_goes_on_while_answers_are_made(slow_llm: LLM) -> N
             gaps.append(time.monotonic() - start)
 
     ticker = asyncio.create_task(tick())
-    model = ChatPaged(llm=slow_llm)
-    asked = [model.ainvoke(QUESTIONS[0]), model.abatch(QUESTIONS[:8]), ajoined(model.astream("word " * 10_000))]
-    await within_deadline(asyncio.gather(*asked[:2]))
-    asked[2].close()
+    model = ChatPaged(llm=slow_llm, max_tokens=30)
+    one, eight, long = model.ainvoke(QUESTIONS[0]), model.abatch(QUESTIONS[:8]), model.ainvoke("word " * 5000)
+    await within_deadline(asyncio.gather(one, eight, long, ajoined(model.astream(QUESTIONS[0]))))
     ticker.cancel()
     assert len(gaps) >= 3
     assert max(gaps) < 0.2
@@ -717,7 +721,7 @@ def test_closing_a_stream_through_a_chain_frees_its_blocks(slow_llm: LLM) -> Non
     chain = ChatPromptTemplate.from_messages([("user", "{x}")]) | ChatPaged(llm=slow_llm)
     stream = chain.stream({"x": FOREVER})
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     wait_until(lambda: is_idle(slow_llm.stats()))
 
 
@@ -731,7 +735,7 @@ async def test_leaving_an_async_stream_frees_its_blocks(slow_llm: LLM) -> None:
 async def test_closing_an_async_stream_frees_its_blocks(slow_llm: LLM) -> None:
     stream = ChatPaged(llm=slow_llm).astream(FOREVER)
     await anext(stream)
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     await wait_until_async(lambda: is_idle(slow_llm.stats()))
 
 
@@ -740,7 +744,7 @@ async def test_leaving_an_event_stream_frees_its_blocks(slow_llm: LLM) -> None:
     async for event in events:
         if event["event"] == "on_chat_model_stream":
             break
-    await events.aclose()  # type: ignore[attr-defined]
+    await events.aclose()
     await wait_until_async(lambda: is_idle(slow_llm.stats()))
 
 
@@ -829,7 +833,7 @@ def test_callbacks_hear_of_each_chunk_once(llm: LLM) -> None:
 def test_usage_callback_adds_up_by_model(llm: LLM) -> None:
     usage = UsageMetadataCallbackHandler()
     messages = ChatPaged(llm=llm).batch(["one", "two"], {"callbacks": [usage]})
-    total = sum(message.usage_metadata["total_tokens"] for message in messages)  # type: ignore[index]
+    total = sum(message.usage_metadata["total_tokens"] for message in messages)
     assert usage.usage_metadata["echo"]["total_tokens"] == total
 
 
@@ -977,7 +981,7 @@ def test_the_profile_knows_the_context_if_the_engine_is_there(llm: LLM) -> None:
     profile = ChatPaged(llm=llm).profile
     assert profile is not None
     assert profile["max_input_tokens"] == llm.max_model_len
-    assert ChatPaged(model="demo", engine_kwargs={"max_model_len": 99}).profile["max_input_tokens"] == 99  # type: ignore[index]
+    assert ChatPaged(model="demo", engine_kwargs={"max_model_len": 99}).profile["max_input_tokens"] == 99
 
 
 def test_importing_without_langchain_names_the_extra(tmp_path: Path) -> None:

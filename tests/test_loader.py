@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_models import CHAT_TEMPLATE, EOS, MAX_POSITIONS, make_model, make_tokenizer, save_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
+from helpers_models import CHAT_TEMPLATE, EOS, MAX_POSITIONS, make_model, make_tokenizer, save_model
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError, MissingExtraError, ModelError
-from paged_backend.model import demo
+from paged_backend.model import demo, gguf
 from paged_backend.model.linear import PackedLinear, cpu_computes, pack_linears
 from paged_backend.model.loader import DEFAULT_MAX_MODEL_LEN, LoadedModel, load
 
@@ -96,7 +96,7 @@ def test_processes_that_publish_a_folder_at_once_all_see_it_whole(tmp_path: Path
     code = """if True:
         import os, sys
         from pathlib import Path
-        from paged_backend.model.demo import publish_folder
+        from paged_backend.model.gguf import publish_folder
 
         def build(folder):
             for index in range(200):
@@ -130,7 +130,7 @@ def test_a_failed_build_publishes_nothing(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        demo.publish_folder(tmp_path / "it", build)
+        gguf.publish_folder(tmp_path / "it", build)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -139,14 +139,14 @@ def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path: Path) -> No
     for folder, age in ((old, 25 * 3600), (fresh, 60)):
         folder.mkdir()
         os.utime(folder, (time.time() - age,) * 2)
-    demo.publish_folder(tmp_path / "it", lambda folder: None)
+    gguf.publish_folder(tmp_path / "it", lambda folder: None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it", fresh.name]
 
 
 def test_a_cache_that_cannot_be_written_names_the_option(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cache_dir"):
-        demo.publish_folder(tmp_path / "file" / "it", lambda folder: None)
+        gguf.publish_folder(tmp_path / "file" / "it", lambda folder: None)
 
 
 @pytest.mark.timeout(300)
@@ -387,7 +387,8 @@ def test_sampling_defaults(tmp_path: Path, written: dict[str, Any], expected: di
 def test_sampling_defaults_can_be_switched_off_but_not_the_end_tokens(tmp_path: Path) -> None:
     save_model(tmp_path, generation_config={"do_sample": True, "temperature": 0.2, "eos_token_id": [7, 0]})
     loaded = make_loaded(tmp_path, generation_config="none")
-    assert (loaded.default_sampling, loaded.eos_token_ids) == ({}, {7, 0})
+    assert loaded.default_sampling == {}
+    assert loaded.eos_token_ids == {7, 0}
 
 
 @pytest.mark.parametrize("wanted", [None, 100, MAX_POSITIONS])

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import WAIT_SECONDS, FakeRunner, StepFailure, in_threads, is_idle, make_llm, wait_until
 
+from helpers import WAIT_SECONDS, FakeRunner, StepFailure, in_threads, is_idle, make_llm, wait_until
 from paged_backend import (
     LLM,
     EngineDeadError,
@@ -209,6 +209,10 @@ def test_leaving_a_stream_frees_its_blocks_before_the_next_step(
 async def test_closing_an_asynchronous_stream_frees_its_blocks_before_the_next_step(llm: LLM) -> None:
     async with llm.astream([1, 2, 3], ENDLESS) as stream:
         await anext(stream)
+    assert is_idle(llm.stats())
+
+    async for _ in llm.astream([1, 2, 3], ENDLESS):
+        break
     assert is_idle(llm.stats())
 
     unread = llm.astream([1, 2, 3], ENDLESS)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from helpers import check_blocks, make_request, make_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import check_blocks, make_request, make_scheduler
 from paged_backend.engine import request as engine_request
 from paged_backend.engine.request import FinishReason, Request, Status
 from paged_backend.engine.scheduler import Scheduler, SchedulerOutput

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from paged_backend import MissingExtraError, __version__
+from paged_backend import MissingExtraError
 
 if find_spec("langchain_core") is None:
     raise MissingExtraError("langchain_paged", "langchain")
 
 from langchain_paged.chat_models import ChatPaged
 
-__all__ = ["ChatPaged", "__version__"]
+__all__ = ["ChatPaged"]

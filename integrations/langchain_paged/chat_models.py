@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Self
 
@@ -20,7 +19,7 @@ from pydantic import AliasChoices, Field, model_validator
 import paged_backend
 from langchain_paged.call import Call, given_sampling, settings_of_call
 from langchain_paged.outputs import AsyncChunks
-from langchain_paged.settings import RequestSettings, unknown_name
+from langchain_paged.settings import RequestSettings, warn_of_unknown
 from paged_backend import LLM, AsyncStream, EngineConfig, SamplingParams
 
 
@@ -85,7 +84,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
         ```
     """
 
-    model: str = Field(validation_alias=AliasChoices("model", "model_name"))
+    model: str = Field(default="", validation_alias=AliasChoices("model", "model_name"))
     """`"demo"`, a folder, a `.gguf` file or a hub id. An `LLM` given here is taken as `llm`."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """How the engine is made: fields of `paged_backend.EngineConfig`, such as `{"kv_cache_memory": "2GiB"}`."""
@@ -98,20 +97,20 @@ class ChatPaged(RequestSettings, BaseChatModel):
     @model_validator(mode="before")
     @classmethod
     def _read_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
-        _warn_of_unknown(values, _names_of_fields(cls))
-        values = dict(values)
-        for name in ("model", "model_name"):
-            model = values.get(name)
-            if isinstance(model, LLM):
-                values["llm"] = values.pop(name)
-            elif isinstance(model, os.PathLike):
-                values[name] = os.fspath(model)
-            elif model is not None and not isinstance(model, str):
-                raise ValueError(f"model is a {type(model).__name__}; give a name, or llm=LLM(model, tokenizer)")
-        llm = values.get("llm")
-        if isinstance(llm, LLM) and values.keys().isdisjoint({"model", "model_name"}):
-            values["model"] = llm.model_name
-        return values
+        warn_of_unknown(cls, values)
+        spelling = "model" if "model" in values else "model_name"
+        model, llm = values.get(spelling), values.get("llm")
+        if isinstance(model, LLM):
+            model, llm = None, model
+        if model is None and isinstance(llm, LLM):
+            model = llm.model_name
+        if isinstance(model, os.PathLike):
+            model = os.fspath(model)
+        if not isinstance(model, str) or not model:
+            raise ValueError(
+                "model must be a name or a path; for a loaded model give llm=LLM(model, tokenizer) instead"
+            )
+        return {**values, spelling: model, "llm": llm}
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
@@ -122,7 +121,10 @@ class ChatPaged(RequestSettings, BaseChatModel):
 
     @model_validator(mode="after")
     def _set_paged_version(self) -> Self:
-        self._add_version("paged-backend", paged_backend.__version__)
+        """Beside LangChain's own in the traces."""
+        metadata = self.metadata or {}
+        versions = {**metadata.get("lc_versions", {}), "paged-backend": paged_backend.__version__}
+        self.metadata = {**metadata, "lc_versions": versions}
         return self
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -296,19 +298,6 @@ class ChatPaged(RequestSettings, BaseChatModel):
             one if one.get("max_concurrency") is not None else patch_config(one, max_concurrency=most)
             for one in get_config_list(config, num_inputs)
         ]
-
-
-def _names_of_fields(cls: type[ChatPaged]) -> set[str]:
-    aliases = (field.validation_alias for field in cls.model_fields.values())
-    choices = (choice for alias in aliases if isinstance(alias, AliasChoices) for choice in alias.choices)
-    return {*cls.model_fields, *(choice for choice in choices if isinstance(choice, str))}
-
-
-def _warn_of_unknown(values: dict[str, Any], known: set[str]) -> None:
-    for name in values:
-        if name not in known:
-            # From here: the validator, pydantic's and LangChain's __init__, and the line that made the model.
-            warnings.warn(unknown_name("ChatPaged", name, known) + "; it is ignored", stacklevel=5)
 
 
 def _differences_from_default(config: EngineConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -74,3 +75,14 @@ def unknown_name(where: str, name: str, known: Iterable[str]) -> str:
     nearest = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"known names: {', '.join(known)}"
     return f"{where} takes no argument {name!r}; {hint}"
+
+
+def warn_of_unknown(cls: type[BaseModel], values: Iterable[str]) -> None:
+    """Warn of names given to the constructor of `cls` that are none of its fields. For its `before` validator."""
+    aliases = (field.validation_alias for field in cls.model_fields.values())
+    choices = (choice for alias in aliases if isinstance(alias, AliasChoices) for choice in alias.choices)
+    known = {*cls.model_fields, *map(str, choices)}
+    for name in values:
+        if name not in known:
+            # Between here and the caller: the validator, pydantic's __init__ and LangChain's.
+            warnings.warn(f"{unknown_name(cls.__name__, name, known)}; it is ignored", stacklevel=5)

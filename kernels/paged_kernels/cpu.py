@@ -105,8 +105,7 @@ def paged_attention(
 ) -> Tensor:
     """See `reference.paged_attention`."""
     out = query.new_empty(query.shape[0], query.shape[1], v_cache.shape[3])
-    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-    numba.set_num_threads(num_threads)
+    num_threads = _set_num_threads()
     _paged_attention(
         *_rows(query),
         _array(k_cache),
@@ -124,6 +123,16 @@ def paged_attention(
         num_threads,
     )
     return out
+
+
+def _set_num_threads() -> int:
+    """Have Numba use as many threads as torch does."""
+    torch_threads = torch.get_num_threads()
+    num_threads = min(torch_threads, int(numba.config.NUMBA_NUM_THREADS))
+    numba.set_num_threads(num_threads)
+    if torch.get_num_threads() != torch_threads:  # Numba's first start sets OpenMP's number, which torch may share
+        torch.set_num_threads(torch_threads)
+    return num_threads
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:

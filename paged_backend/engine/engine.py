@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import time
 from collections.abc import Iterable
@@ -64,7 +63,6 @@ class Engine:
         self._scheduler = scheduler
         self._output_processor = output_processor
         self._requests: dict[str, Request] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
         self._metrics = EngineMetrics()
 
     @property
@@ -74,8 +72,6 @@ class Engine:
     def add_request(self, request: Request) -> None:
         self._requests[request.request_id] = request
         self._scheduler.add_request(request)
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, id(request), request))
 
     def abort(self, request_id: str) -> list[EngineOutput]:
         """End a request; unknown and finished ids are fine."""
@@ -114,17 +110,16 @@ class Engine:
         return self._metrics.stats(self._scheduler)
 
     def _expire(self) -> list[EngineOutput]:
-        outputs: list[EngineOutput] = []
         now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if request.request_id in self._requests and not request.is_finished:
-                seconds = now - request.metrics.arrival_time
-                error = RequestTimeoutError(
-                    f"request {request.request_id} did not finish within its timeout ({seconds:.1f} s after arrival, "
-                    f"{sum(s.num_output_tokens for s in request.sequences if s.token_ids)} tokens generated)"
-                )
-                outputs += self._fail(request, error)
+        requests = self._requests.values()
+        outputs: list[EngineOutput] = []
+        for request in [one for one in requests if one.deadline is not None and one.deadline <= now]:
+            error = RequestTimeoutError(
+                f"request {request.request_id} did not finish within its timeout "
+                f"({now - request.metrics.arrival_time:.1f} s after arrival, "
+                f"{sum(s.num_output_tokens for s in request.sequences if s.token_ids)} tokens generated)"
+            )
+            outputs += self._fail(request, error)
         return outputs
 
     def _sample(self, logits: Any, sampled: list[SampledSequence]) -> list[SampledToken]:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
-import paged_kernels
-from paged_kernels import reference
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+import paged_kernels
 from paged_backend.errors import ModelError
+from paged_kernels import reference
 
 PAGED = "paged"
 

@@ -25,7 +25,8 @@ from transformers.utils import logging as transformers_logging
 
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError, InvalidRequestError, ModelError
-from paged_backend.model.demo import demo_folder, gguf_folder
+from paged_backend.model.demo import demo_folder
+from paged_backend.model.gguf import gguf_folder
 from paged_backend.model.linear import cpu_computes
 from paged_backend.sampling_params import SamplingParams
 

@@ -37,7 +37,7 @@ def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def first_above(cumulative: Floats, shares: Floats) -> Ints:
-    """Per row, the first column whose cumulative weight exceeds the row's share, in [0, 1), of the last one.
+    """Per row, the first column whose cumulative weight exceeds the row's share, in [0, 1], of the last one.
 
     Such a column adds to the sum, so one of weight 0 is never returned, however the product rounds. A row without
     any weight, or of NaN, gives column 0.

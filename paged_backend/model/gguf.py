@@ -1,0 +1,84 @@
+"""Models in GGUF files: converted once into a folder, which then loads in a second."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import importlib.util
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from paged_backend.errors import ConfigError, MissingExtraError, ModelError
+
+logger = logging.getLogger(__name__)
+
+_ABANDONED_AFTER = 24 * 60 * 60  # seconds
+
+
+def gguf_folder(gguf_file: Path, dtype: str, cache_folder: str | os.PathLike[str]) -> Path:
+    """A GGUF file's model as a folder in `dtype` ("bfloat16", ...); converted again whenever the file changes."""
+    stat = gguf_file.stat()
+    source = f"{gguf_file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    name = f"{gguf_file.stem}-{dtype}-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    return publish_folder(
+        Path(cache_folder, "models", name),
+        lambda folder: convert(gguf_file, folder, dtype, what=f"the GGUF file {gguf_file.name}", extra="gguf"),
+    )
+
+
+def publish_folder(folder: Path, build: Callable[[Path], None]) -> Path:
+    """`folder`, filled by `build` if it does not exist; nobody ever sees it half filled.
+
+    Of several processes that build it at once, the first to finish wins and the others use its folder.
+    """
+    if folder.is_dir():
+        return folder
+    unfinished = folder.with_name(f"{folder.name}.unfinished-{secrets.token_hex(8)}")
+    try:
+        unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {folder.parent}: {error}; give another folder with cache_dir=..."
+        ) from error
+    try:
+        _remove_abandoned(folder)
+        build(unfinished)
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """What processes left behind that were killed while they were building `folder`."""
+    for path in folder.parent.glob(f"{glob.escape(folder.name)}.unfinished-*"):
+        with contextlib.suppress(OSError):  # another process removed it
+            if time.time() - path.stat().st_mtime > _ABANDONED_AFTER:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def convert(gguf_file: Path, folder: Path, dtype: str, *, what: str, extra: str) -> None:
+    if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
+        raise MissingExtraError(what, extra)
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    logger.info("converting %s into %s; this happens once", gguf_file, folder.parent)
+    where = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            **where, dtype=dtype, quantization_config=GgufConfig(dequantize=True), local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
+    except Exception as error:  # whatever reading a broken or unknown file raises
+        raise ModelError(f"{what} cannot be converted: {error}") from error
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
