@@ -112,7 +112,8 @@ def main() -> None:
     print(
         f"paged-backend {paged_backend.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}, "
-        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {arguments.model} in {arguments.dtype}, {arguments.rounds} rounds"
+        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, "
+        f"{arguments.model} in {arguments.dtype}, {arguments.rounds} rounds"
     )
     for generate in engines.values():
         generate(Workload("warm-up", 2, 8).conversations(0), 8)

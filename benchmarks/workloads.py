@@ -34,7 +34,8 @@ class Workload:
 
     def _conversation(self, index: int, round_: int) -> Conversation:
         topic = TOPICS[(index + round_) % len(TOPICS)]
-        question = f"Write a short paragraph about {topic}, point {index + 100 * round_}, and explain why it matters to people."
+        task = f"Write a short paragraph about {topic}, point {index + 100 * round_}"
+        question = f"{task}, and explain why it matters to people."
         user = {"role": "user", "content": question}
         if not self.shared_system_prompt:
             return [user]

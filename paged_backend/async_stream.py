@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class AsyncStream:
-    """`async for output in stream`. Closing it, dropping it or cancelling a task that waits for it aborts the request."""
+    """`async for output in stream`. Closing it, dropping it or cancelling a waiting task aborts the request."""
 
     def __init__(self, submit: Callable[[], Awaitable[RequestHandle]]) -> None:
         self._submit = submit

@@ -53,7 +53,7 @@ class Checker:
 
     def number(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:
         value = getattr(self._settings, name)
-        limit = f"a number in {'(' if open_low else '['}{low:g}, {high:g}]"
+        limit = f"a number in {'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             self.fail(name, limit)
         if value > high or value < low or (open_low and value == low):

@@ -57,6 +57,11 @@ class Gate:
         self._is_open.set()
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.fixture
 def runner() -> FakeRunner:
     """Holds requests that take longer than any test."""
@@ -231,15 +236,19 @@ def test_an_aborted_request_gives_its_reader_what_there_was(llm: LLM) -> None:
     assert result.outputs[0].token_ids[: len(first.outputs[0].token_ids)] == first.outputs[0].token_ids
 
 
-def test_interrupting_a_call_aborts_its_requests(llm: LLM, runner: FakeRunner) -> None:
-    main = threading.main_thread().ident
+def test_interrupting_a_call_aborts_its_requests(
+    llm: LLM, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, terminal = threading.main_thread().ident, Terminal()
     assert main is not None
 
     def interrupt(output: SchedulerOutput) -> None:
-        runner.on_step = lambda output: None
-        signal.pthread_kill(main, signal.SIGINT)
+        if terminal.getvalue():  # the progress bar is there, so the call waits for its results
+            runner.on_step = lambda output: None
+            signal.pthread_kill(main, signal.SIGINT)
 
     runner.on_step = interrupt
+    monkeypatch.setattr(sys, "stderr", terminal)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2], [3, 4]], ENDLESS)
 
@@ -561,11 +570,6 @@ def test_a_slow_reader_gets_all_that_has_gathered_at_once(llm: LLM) -> None:
 
     assert output.finished
     assert len(output.outputs[0].token_ids) == len(output.outputs[0].logprobs or ()) == 20
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(
