@@ -6,6 +6,7 @@ python examples/quickstart.py
 import time
 
 from langchain_paged import ChatPaged
+from paged_backend import LLM
 
 chat = ChatPaged(model="demo", temperature=0, max_tokens=60)
 
@@ -22,7 +23,7 @@ for place, answer in zip(places, answers, strict=True):
     print(f"{place:6} {' '.join(answer.text.split())}")
 
 num_tokens = sum(answer.usage_metadata["output_tokens"] for answer in answers)
-stats = chat.llm.stats()
+stats = LLM.shared("demo").stats()  # the engine that every ChatPaged of this model shares
 print(
     f"\n{num_tokens} tokens in {seconds:.1f} s, up to {stats.largest_batch} requests in one step; "
     f"{stats.num_free_blocks} of {stats.num_blocks} KV-cache blocks are free again"

@@ -37,7 +37,9 @@ class Backend:
 
 
 def load_backend(
-    model: str | os.PathLike[str] | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: str | PreTrainedTokenizerBase | None,
+    config: EngineConfig,
 ) -> Backend:
     """Load a transformers model and run it on a paged KV cache."""
     # Imported here, since torch and transformers take seconds.

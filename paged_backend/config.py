@@ -58,8 +58,6 @@ class EngineConfig:
     """Run Python code that comes with a checkpoint."""
     revision: str | None = None
     """Branch, tag or commit of a hub repository."""
-    tokenizer: str | None = None
-    """Folder or hub id of the tokenizer, if it is not the model's."""
     chat_template: str | None = None
     """A Jinja template, or a path to one, instead of the tokenizer's own."""
     generation_config: str = "auto"

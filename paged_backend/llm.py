@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
@@ -41,6 +42,14 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 _MANY_CHARACTERS = 20_000
 
 
+class _Shared:
+    """One of the process-wide LLMs, from before it is loaded."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.llm: LLM | None = None
+
+
 class LLM:
     """One model with one paged KV cache, for every thread and every event loop of this process.
 
@@ -48,22 +57,23 @@ class LLM:
     is unfinished and gives the memory back.
 
     `model` is `"demo"`, a folder, a `.gguf` file, a hub id, or a loaded model, whose weights are used in place;
-    `tokenizer` comes with a loaded model. All other arguments are the fields of `EngineConfig`. Raises ConfigError for
-    an impossible setting, ModelError for a model that cannot be loaded or served.
+    `tokenizer` comes with a loaded model, or names another one than the model's own. All other arguments are the fields
+    of `EngineConfig`. Raises ConfigError for an impossible setting, ModelError for a model that cannot be loaded or
+    served.
 
     What all requests may be given: `priority` (lower is served first), `cache_salt` (prefixes are shared only within
     the same salt) and `timeout` (seconds; RequestTimeoutError when it runs out). Requests that can never be served
     raise InvalidRequestError, and then nothing of the call was queued.
     """
 
-    _shared: ClassVar[dict[Any, LLM]] = {}
+    _shared: ClassVar[dict[Any, _Shared]] = {}
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
     _process_id: ClassVar[int | None] = None
 
     def __init__(
         self,
         model: str | os.PathLike[str] | PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
         **config: Any,
     ) -> None:
         self._check_process()
@@ -81,17 +91,28 @@ class LLM:
     def shared(
         cls,
         model: str | os.PathLike[str] | PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
         **config: Any,
     ) -> LLM:
         """The process-wide LLM for this model and configuration: made at the first call, and again after `close()`."""
-        name = os.fspath(model) if isinstance(model, (str, os.PathLike)) else id(model)
-        key = (name, None if tokenizer is None else id(tokenizer), EngineConfig(**config))
-        with cls._shared_lock:
-            llm = cls._shared.get(key)
-            if llm is None or llm.is_closed:
-                llm = cls._shared[key] = cls(model, tokenizer, **config)
+        shared = cls._shared_slot(model, tokenizer, config)
+        with shared.lock:  # one of those who ask at once loads it, the others wait for that
+            if shared.llm is None or shared.llm.is_closed:
+                shared.llm = cls(model, tokenizer, **config)
+            return shared.llm
+
+    @classmethod
+    async def ashared(
+        cls,
+        model: str | os.PathLike[str] | PreTrainedModel,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        **config: Any,
+    ) -> LLM:
+        """`shared` for event loops: other tasks run while a model is loaded."""
+        llm = cls._shared_slot(model, tokenizer, config).llm
+        if llm is not None and not llm.is_closed:
             return llm
+        return await asyncio.to_thread(cls.shared, model, tokenizer, **config)
 
     def generate(
         self,
@@ -195,6 +216,10 @@ class LLM:
         max_tokens), with `overrides`, which win, also if they are 0."""
         return SamplingParams(**self._backend_defaults | overrides)
 
+    def get_default_chat_params(self, **overrides: Any) -> SamplingParams:
+        """The same for chats: without another limit, an answer ends where the model ends it."""
+        return SamplingParams(**{"max_tokens": None} | self._backend_defaults | overrides)
+
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises InvalidRequestError if the model came without one."""
@@ -257,6 +282,14 @@ class LLM:
         )
 
     @classmethod
+    def _shared_slot(cls, model: Any, tokenizer: Any, config: dict[str, Any]) -> _Shared:
+        """Models and tokenizers that are objects count as equal if they are the same object."""
+        parts = (os.fspath(part) if isinstance(part, (str, os.PathLike)) else id(part) for part in (model, tokenizer))
+        key = (*parts, EngineConfig(**config))
+        with cls._shared_lock:
+            return cls._shared.setdefault(key, _Shared())
+
+    @classmethod
     def _check_process(cls) -> None:
         """Torch's thread pool does not survive a fork: work in the child would hang for ever."""
         if LLM._process_id not in (None, os.getpid()):
@@ -287,9 +320,7 @@ class LLM:
         **options: Any,
     ) -> list[Request]:
         conversations = list(messages) if _is_list_of_conversations(messages) else [messages]
-        params = self._params_for(
-            len(conversations), sampling_params, lambda: self.get_default_sampling_params(**self._chat_defaults())
-        )
+        params = self._params_for(len(conversations), sampling_params, self.get_default_chat_params)
         texts_and_ids = []
         for conversation in conversations:
             text = self.tokenizer.render_chat(
@@ -301,9 +332,6 @@ class LLM:
             )
             texts_and_ids.append((text, self.tokenizer.encode_chat(text)))
         return self._requests(texts_and_ids, params, final_only, options)
-
-    def _chat_defaults(self) -> dict[str, Any]:
-        return {} if "max_tokens" in self._backend_defaults else {"max_tokens": None}
 
     def _params_for(self, num_prompts: int, params: Any, default: Any) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):

@@ -223,7 +223,7 @@ def test_tokenizer_of_another_folder(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", tokenizer=False)
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     name = str(tmp_path / "tokenizer")
-    for loaded in (make_loaded(model, name), load(model, None, EngineConfig(tokenizer=name))):
+    for loaded in (make_loaded(model, name), load(model, name, EngineConfig())):
         assert loaded.tokenizer is not None
         assert loaded.tokenizer("hi").input_ids == list(b"hi")
 

@@ -236,15 +236,30 @@ def test_an_aborted_request_gives_its_reader_what_there_was(llm: LLM) -> None:
     assert result.outputs[0].token_ids[: len(first.outputs[0].token_ids)] == first.outputs[0].token_ids
 
 
+@pytest.fixture
+def interrupted() -> Iterator[threading.Event]:
+    """Set by the first SIGINT, which raises KeyboardInterrupt as ever; later ones are ignored."""
+    event = threading.Event()
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        event.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    yield event
+    signal.signal(signal.SIGINT, before)
+
+
 def test_interrupting_a_call_aborts_its_requests(
-    llm: LLM, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, runner: FakeRunner, interrupted: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main, terminal = threading.main_thread().ident, Terminal()
     assert main is not None
 
     def interrupt(output: SchedulerOutput) -> None:
-        if terminal.getvalue():  # the progress bar is there, so the call waits for its results
-            runner.on_step = lambda output: None
+        # The progress bar is there, so the call waits. A signal that comes just before a wait does not end it.
+        if terminal.getvalue() and not interrupted.is_set():
             signal.pthread_kill(main, signal.SIGINT)
 
     runner.on_step = interrupt

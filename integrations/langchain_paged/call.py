@@ -61,11 +61,8 @@ class Call:
         return {name: self.settings[name] for name in _TEMPLATE_OPTIONS}
 
     def sampling_params(self, llm: LLM) -> SamplingParams:
-        """The model's recommendations, with what was given; without a limit of the answer's length in either, none."""
-        given = given_sampling(self.settings)
-        params = llm.get_default_sampling_params(**given)
-        is_fallback = "max_tokens" not in given and params.max_tokens == SamplingParams().max_tokens
-        return params.replace(max_tokens=None) if is_fallback else params
+        """The model's recommendations, with what was given."""
+        return llm.get_default_chat_params(**given_sampling(self.settings))
 
     def result(self, outputs: Sequence[RequestOutput]) -> ChatResult:
         return chat_result(outputs[0], self.model, num_top_logprobs=self.settings["top_logprobs"] or 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -184,7 +183,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         call = self._call(messages, stop, kwargs)
-        llm = await self._engine_off_loop(call.model)
+        llm = await self._aengine(call.model)
         return call.result(await llm.achat(call.messages, call.sampling_params(llm), **call.options))
 
     def _stream(
@@ -213,7 +212,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
         call = self._call(messages, stop, kwargs)
 
         async def start() -> AsyncStream:
-            llm = await self._engine_off_loop(call.model)
+            llm = await self._aengine(call.model)
             return llm.astream_chat(call.messages, call.sampling_params(llm), **call.options)
 
         return AsyncChunks(start, call.chunk_writer())
@@ -279,10 +278,8 @@ class ChatPaged(RequestSettings, BaseChatModel):
     def _engine(self, model: str) -> LLM:
         return self._own_engine(model) or LLM.shared(model, **self.engine_kwargs)
 
-    async def _engine_off_loop(self, model: str) -> LLM:
-        """The same without keeping the event loop waiting while a model is loaded."""
-        own = self._own_engine(model)
-        return await asyncio.to_thread(self._engine, model) if own is None else own
+    async def _aengine(self, model: str) -> LLM:
+        return self._own_engine(model) or await LLM.ashared(model, **self.engine_kwargs)
 
     def _call(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Call:
         # `stream` has done its work in LangChain.

@@ -96,7 +96,7 @@ def load(
         else:
             raise ModelError(f"model must be a name, a path or a PreTrainedModel, not a {type(model).__name__}")
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            tokenizer = _load_tokenizer(tokenizer or config.tokenizer, source, config)
+            tokenizer = _load_tokenizer(tokenizer, source, config)
     return LoadedModel(
         model=loaded,
         name=name,
