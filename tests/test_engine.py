@@ -188,21 +188,23 @@ def test_a_failing_step_fails_those_in_it_and_the_others_go_on() -> None:
     assert is_idle(engine.engine.stats())
 
 
-def test_an_output_that_cannot_be_decoded_fails_alone() -> None:
+@pytest.mark.parametrize("final_only", [True, False])
+def test_an_output_that_cannot_be_decoded_fails_its_request_alone(final_only: bool) -> None:
+    errors = [ValueError("no such token")]
+
     def decode(token_ids: list[int]) -> str:
-        if 13 in token_ids:
-            raise ValueError("no such token")
+        if 13 in token_ids and errors:
+            raise errors.pop()
         return "x" * len(token_ids)
 
     engine = make_engine(text_decoder(byte_level_tokenizer())._replace(without_special=decode))
-    forced = {"forced": [1, 2, 13, 4, 5]}
-    broken = [make_request(max_tokens=5, extra_args=forced, final_only=final_only, n=2) for final_only in (True, False)]
+    broken = make_request(max_tokens=5, n=3, extra_args={"forced": [1, 2, 13, 4, 5]}, final_only=final_only)
     fine = make_request(max_tokens=5, extra_args={"forced": [1, 2, 3, 4, 5]})
-    results = engine.run(*broken, fine)
+    results = engine.run(broken, fine)
 
-    assert [type(result.error) for result in results] == [EngineError, EngineError, type(None)]
+    assert [type(result.error) for result in results] == [EngineError, type(None)]
     assert "no such token" in str(results[0].error)
-    assert results[2].text == "xxxxx"
+    assert results[1].text == "xxxxx"
     assert is_idle(engine.engine.stats())
 
 

@@ -273,13 +273,25 @@ def test_interrupting_a_call_aborts_its_requests(
 def test_a_forked_child_is_told_so_at_once_and_the_parent_goes_on() -> None:
     printed = run_script(
         """
-        import os, sys
+        import os, sys, threading
         from helpers import make_llm
         from paged_backend import EngineDeadError, SamplingParams
 
         llm = make_llm(num_blocks=1000, max_model_len=4000)
         stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=None))
         next(stream)
+        is_held, is_forked = threading.Event(), threading.Event()
+
+        class SlowId(str):
+            def __hash__(self):
+                is_held.set()
+                is_forked.wait()
+                return super().__hash__()
+
+        # The engine's lock is held by a thread that the child does not have.
+        thread = threading.Thread(target=lambda: llm.submit([1], request_id=SlowId("slow")).result())
+        thread.start()
+        is_held.wait()
         if os.fork() == 0:
             for call in (lambda: llm.generate([[1]]), lambda: llm.submit([1]), llm.stats):
                 try:
@@ -290,6 +302,8 @@ def test_a_forked_child_is_told_so_at_once_and_the_parent_goes_on() -> None:
             llm.close()
             sys.exit()
         assert os.wait()[1] == 0
+        is_forked.set()
+        thread.join()
         print(llm.generate([[1]], SamplingParams(max_tokens=2))[0].finished, llm.stats().num_running)
         """
     )
