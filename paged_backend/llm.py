@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from tqdm.auto import tqdm
 
@@ -78,13 +78,13 @@ class LLM:
     ) -> None:
         self._check_process()
         checked = EngineConfig(**config)
-        self._start(load_backend(model, tokenizer, checked), checked)
+        self._start(lambda: load_backend(model, tokenizer, checked), checked)
 
     @classmethod
     def from_backend(cls, backend: Backend, **config: Any) -> Self:
         """An LLM on a runner of your own; `config` as for the constructor."""
         llm = cls.__new__(cls)
-        llm._start(backend, EngineConfig(**config))
+        llm._start(lambda: backend, EngineConfig(**config))
         return llm
 
     @classmethod
@@ -214,11 +214,11 @@ class LLM:
     def get_default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """What the model's generation_config.json recommends (temperature, top_p, top_k, min_p, repetition_penalty,
         max_tokens), with `overrides`, which win, also if they are 0."""
-        return SamplingParams(**self._backend_defaults | overrides)
+        return SamplingParams(**self._default_sampling | overrides)
 
     def get_default_chat_params(self, **overrides: Any) -> SamplingParams:
         """The same for chats: without another limit, an answer ends where the model ends it."""
-        return SamplingParams(**{"max_tokens": None} | self._backend_defaults | overrides)
+        return SamplingParams(**{"max_tokens": None} | self._default_sampling | overrides)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -249,37 +249,15 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _start(self, backend: Backend, config: EngineConfig) -> None:
+    def _start(self, load: Callable[[], Backend], config: EngineConfig) -> None:
         self.config = config
-        self.model_name, self.max_model_len = backend.name, backend.max_model_len
-        tokenizer = self._tokenizer = backend.tokenizer
-        self._backend_defaults = backend.default_sampling
-        manager = KVCacheManager(
-            backend.runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
-        )
-        limits = Limits(
-            vocab_size=backend.runner.vocab_size,
-            max_model_len=backend.max_model_len,
-            num_slots=manager.num_slots,
-            max_logprobs=config.max_logprobs,
-            eos_token_ids=backend.eos_token_ids,
-        )
-        self._factory = RequestFactory(
-            limits, encode_word=tokenizer.encode_word if tokenizer else None, seed=config.seed
-        )
-        scheduler = Scheduler(
-            manager,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=backend.max_model_len,
-        )
-        processor = OutputProcessor(tokenizer.decoder() if tokenizer else None)
-        engine = Engine(backend.runner, backend.sampler, scheduler, processor)
-        self._loop = EngineLoop(engine, max_num_queued_reqs=config.max_num_queued_reqs)
-        logger.info(
-            "%s is ready: %d blocks of %d tokens, so that %d tokens fit in the KV cache",
-            *(backend.name, manager.pool.num_blocks, config.block_size, manager.num_slots),
-        )
+        self._loop = EngineLoop(max_num_queued_reqs=config.max_num_queued_reqs)
+        facts = self._loop.start(lambda: _assemble(load(), config))
+        self.model_name, self.max_model_len = facts.name, facts.limits.max_model_len
+        self._default_sampling = facts.default_sampling
+        self._tokenizer = facts.tokenizer
+        encode_word = facts.tokenizer.encode_word if facts.tokenizer else None
+        self._factory = RequestFactory(facts.limits, encode_word=encode_word, seed=config.seed)
 
     @classmethod
     def _shared_slot(cls, model: Any, tokenizer: Any, config: dict[str, Any]) -> _Shared:
@@ -397,6 +375,41 @@ class LLM:
             for handle in handles:
                 handle.abort()
             raise
+
+
+class _Facts(NamedTuple):
+    """What callers' threads must know of an engine."""
+
+    name: str
+    limits: Limits
+    tokenizer: Tokenizer | None
+    default_sampling: dict[str, Any]
+
+
+def _assemble(backend: Backend, config: EngineConfig) -> tuple[Engine, _Facts]:
+    manager = KVCacheManager(
+        backend.runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+    )
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=backend.max_model_len,
+    )
+    processor = OutputProcessor(backend.tokenizer.decoder() if backend.tokenizer else None)
+    limits = Limits(
+        vocab_size=backend.runner.vocab_size,
+        max_model_len=backend.max_model_len,
+        num_slots=manager.num_slots,
+        max_logprobs=config.max_logprobs,
+        eos_token_ids=backend.eos_token_ids,
+    )
+    logger.info(
+        "%s is ready: %d blocks of %d tokens, so that %d tokens fit in the KV cache",
+        *(backend.name, manager.pool.num_blocks, config.block_size, manager.num_slots),
+    )
+    engine = Engine(backend.runner, backend.sampler, scheduler, processor)
+    return engine, _Facts(backend.name, limits, backend.tokenizer, backend.default_sampling)
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -43,19 +43,37 @@ class _Shared:
 
 
 class EngineLoop:
-    """Runs an engine in a daemon thread: started by the first message, asleep while there is no work.
+    """Makes and runs an engine in a daemon thread, which sleeps while there is no work.
 
     The thread holds no reference to this object, so dropping the last one closes the engine, as the end of the
     interpreter does. After a fork the child has no such thread, and every call there says so.
     """
 
-    def __init__(self, engine: Engine, *, max_num_queued_reqs: int | None = None) -> None:
-        self._engine: Engine | None = engine
+    def __init__(self, *, max_num_queued_reqs: int | None = None) -> None:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._shared = _Shared()
         self._process_id = os.getpid()
         self._threads: list[threading.Thread] = []
         self._stop = weakref.finalize(self, _close, self._shared, self._threads, self._process_id)
+
+    def start(self, build: Callable[[], tuple[Engine, T]]) -> T:
+        """Make the engine, and return what `build` tells about it; raises what `build` raises.
+
+        It is made in the thread that will run it: OpenMP keeps a pool of workers for each thread that computes, and
+        lets all of them sleep early, at the price of a slow start of each operation, once there are more than cores.
+        """
+        told: Future[T] = Future()
+        thread = threading.Thread(
+            target=_run, args=(build, told, self._shared), name="paged-backend engine", daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+        try:
+            return told.result()
+        except BaseException:
+            self._stop.detach()  # do not wait for a model to be loaded that nobody wants any more
+            self._shared.inbox.put(None)
+            raise
 
     def submit(self, requests: list[Request]) -> list[Outbox[News]]:
         """Queue all of them or, if that is impossible, none.
@@ -71,7 +89,7 @@ class EngineLoop:
             outboxes = [Outbox[News]() for _ in requests]
             for request, outbox in zip(requests, outboxes, strict=True):
                 shared.outboxes[request.request_id] = outbox
-            self._send(lambda engine: _add(engine, requests))
+            shared.inbox.put(lambda engine: _add(engine, requests))
         return outboxes
 
     def abort(self, request: Request) -> None:
@@ -81,7 +99,7 @@ class EngineLoop:
             self._check_process()
             with self._shared.lock:
                 if request.request_id in self._shared.outboxes and not request.is_finished:
-                    self._send(lambda engine: engine.abort(request.request_id))
+                    self._shared.inbox.put(lambda engine: engine.abort(request.request_id))
 
     def call(self, function: Callable[[Engine], T]) -> T:
         """The result of `function`, run between two steps."""
@@ -97,7 +115,7 @@ class EngineLoop:
 
         with self._shared.lock:
             self._check_alive()
-            self._send(run)
+            self._shared.inbox.put(run)
         return future.result()
 
     @property
@@ -108,17 +126,6 @@ class EngineLoop:
     def close(self) -> None:
         """Fail what is unfinished, end the thread and let go of the engine. Closing twice is fine."""
         self._stop()
-        self._engine = None
-
-    def _send(self, message: Callable[[Engine], list[EngineOutput]]) -> None:
-        if not self._threads:
-            assert self._engine is not None
-            thread = threading.Thread(
-                target=_run, args=(self._engine, self._shared), name="paged-backend engine", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
-        self._shared.inbox.put(message)
 
     def _check_process(self) -> None:
         if os.getpid() != self._process_id:
@@ -157,8 +164,16 @@ class EngineLoop:
         shared.unstarted += requests
 
 
-def _run(engine: Engine, shared: _Shared) -> None:
-    """The thread: take messages, step while there is work, deliver."""
+def _run(build: Callable[[], tuple[Engine, T]], told: Future[T], shared: _Shared) -> None:
+    """The thread: make the engine; then take messages, step while there is work, deliver."""
+    try:
+        engine, facts = build()
+    except BaseException as error:
+        shared.dead = f"the engine could not be made: {error}"
+        told.set_exception(error)
+        return
+    told.set_result(facts)
+    del build, told, facts
     try:
         while _take_messages(engine, shared):
             if engine.has_work:
@@ -227,10 +242,7 @@ def _die(engine: Engine, shared: _Shared, reason: str) -> None:
 def _close(shared: _Shared, threads: list[threading.Thread], process_id: int) -> None:
     if os.getpid() != process_id:
         return  # a forked child has neither the thread nor a lock that can be trusted
-    with shared.lock:
-        is_reachable = bool(threads) and threads[0] is not threading.current_thread()
-        if not is_reachable:
-            shared.dead = shared.dead or "the engine is closed"
-        shared.inbox.put(None)
-    if is_reachable:
-        threads[0].join(_JOIN_SECONDS)
+    shared.inbox.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():  # where the last reference may have been dropped
+            thread.join(_JOIN_SECONDS)
