@@ -2,20 +2,23 @@
 
     python benchmarks/throughput.py --engines paged generate generate_batch --rounds 5
 
-The engines take turns round by round, so that whatever else the machine does hits all of them. Run it on a quiet
-machine; the ratios count, not the rates.
+Each engine lives in a process of its own, since thread pools of one process get in each other's way. They take turns
+round by round, so that whatever else the machine does hits all of them. Run it on a quiet machine; the ratios count,
+not the rates.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import pathlib
 import platform
 import statistics
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -77,16 +80,38 @@ class TransformersEngine:
         self._model.generate_batch(inputs=inputs, generation_config=config, progress_bar=False)
 
 
-def measure(engines: dict[str, Generate], workload: Workload, rounds: int) -> dict[str, list[float]]:
+def serve(connection: Connection, name: str, model: str, dtype: str, options: dict[str, Any]) -> None:
+    """The process of one engine: does each (workload, round) it is sent and answers with the seconds it took."""
+    peer = None if name == "paged" else TransformersEngine(model, dtype)
+    generate: Generate = paged_engine(model, dtype, options) if peer is None else getattr(peer, name)
+    generate(Workload("warm-up", 2, 8).conversations(0), 8)
+    connection.send("ready")
+    while (task := connection.recv()) is not None:
+        workload, round_ = task
+        conversations = workload.conversations(round_)
+        start = time.perf_counter()
+        generate(conversations, workload.num_tokens)
+        connection.send(time.perf_counter() - start)
+
+
+def start(name: str, arguments: argparse.Namespace) -> Connection:
+    """The near end of a new engine's process."""
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    options = (name, arguments.model, arguments.dtype, arguments.engine_options)
+    context.Process(target=serve, args=(far, *options), daemon=True).start()
+    far.close()
+    assert near.recv() == "ready"
+    return near
+
+
+def measure(engines: dict[str, Connection], workload: Workload, rounds: int) -> dict[str, list[float]]:
     """Rates of each engine, one per round."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for round_ in range(1, rounds + 1):
-        for name, generate in engines.items():
-            conversations = workload.conversations(round_)
-            start = time.perf_counter()
-            generate(conversations, workload.num_tokens)
-            seconds = time.perf_counter() - start
-            rates[name].append(workload.num_conversations * workload.num_tokens / seconds)
+        for name, engine in engines.items():
+            engine.send((workload, round_))
+            rates[name].append(workload.num_conversations * workload.num_tokens / engine.recv())
     return rates
 
 
@@ -102,21 +127,13 @@ def main() -> None:
     parser.add_argument("--engine-options", type=json.loads, default={}, help="JSON of EngineConfig fields for `paged`")
     arguments = parser.parse_args()
 
-    peer = TransformersEngine(arguments.model, arguments.dtype) if set(arguments.engines) - {"paged"} else None
-    engines: dict[str, Generate] = {}
-    for name in arguments.engines:
-        if name == "paged":
-            engines[name] = paged_engine(arguments.model, arguments.dtype, arguments.engine_options)
-        else:
-            engines[name] = getattr(peer, name)
+    engines = {name: start(name, arguments) for name in arguments.engines}
     print(
         f"paged-backend {paged_backend.__version__}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}, "
         f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, "
         f"{arguments.model} in {arguments.dtype}, {arguments.rounds} rounds"
     )
-    for generate in engines.values():
-        generate(Workload("warm-up", 2, 8).conversations(0), 8)
     results = {}
     for name in arguments.workloads:
         rates = results[name] = measure(engines, WORKLOADS[name], arguments.rounds)

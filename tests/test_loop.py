@@ -389,15 +389,28 @@ def test_a_full_queue_refuses_the_next_request_and_queues_no_part_of_a_list(runn
         assert llm.stats().finished == {"length": 5}
 
 
-def test_a_request_id_in_use_is_refused_and_one_whose_end_was_read_is_free(llm: LLM) -> None:
+def test_a_request_id_in_use_is_refused(llm: LLM) -> None:
     stream = llm.stream([1, 2], ENDLESS, request_id="x")
     with pytest.raises(InvalidRequestError, match="'x'"):
         llm.submit([3, 4], params(), request_id="x")
     stream.close()
     llm.stats()
 
-    for _ in range(100):
-        assert llm.submit([3, 4], params(1), request_id="x").result(WAIT_SECONDS).request_id == "x"
+    assert llm.submit([3, 4], params(), request_id="x").result(WAIT_SECONDS).request_id == "x"
+
+
+def test_a_request_id_is_free_as_soon_as_the_end_of_its_request_was_read(runner: FakeRunner) -> None:
+    gate = Gate(runner)
+    with make_llm(runner=runner, block_size=16, max_num_batched_tokens=512) as llm:
+        first = llm.submit([1], params(1))
+        gate.wait_for_step()
+        handle = llm.submit([1], params(1), request_id="x")
+        others = [llm.submit([1], params(1)) for _ in range(250)]  # their ends are delivered after that of x
+        gate.open()
+        handle.result(WAIT_SECONDS)
+
+        again = llm.submit([3, 4], params(1), request_id="x")
+        assert all(one.result(WAIT_SECONDS).finished for one in [first, again, *others])
 
 
 def test_dropping_an_ended_request_does_not_end_the_next_one_with_its_id(llm: LLM) -> None:

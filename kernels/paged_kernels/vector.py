@@ -11,16 +11,22 @@ Numba's disk cache does not notice a change of this file: after one, touch cpu.p
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16
 
+_FEATURES = binding.get_host_cpu_features()
+WIDTH = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4  # float32 numbers in a register
+NUM_SUMS = 12 if WIDTH == 8 else 24  # how many registers can hold sums while others hold what is multiplied
+PAIR = 2 * WIDTH
+
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 _FLAGS = ("reassoc", "contract", "nsz")
+_FUSED = ("contract",)
 
 _Typed: TypeAlias = tuple[Any, Callable[..., Any]]  # a Numba signature and the function that emits its code
 
@@ -50,6 +56,16 @@ def from_float32(typing_context: Any, number: Any, array: Any) -> _Typed:
 
 
 @_intrinsic
+def pointer(typing_context: Any, address: Any, like: Any) -> _Typed:
+    """The address of a number as a pointer to numbers of this array's type, for `numba.carray`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(types.int64, like), emit
+
+
+@_intrinsic
 def copy_to_float32(
     typing_context: Any, source: Any, start: Any, target: Any, target_start: Any, length: Any
 ) -> _Typed:
@@ -67,6 +83,34 @@ def copy_to_float32(
         return context.get_dummy_value()
 
     return types.void(source, types.int64, target, types.int64, types.int64), emit
+
+
+@_intrinsic
+def rotate_halves(typing_context: Any, numbers: Any, cos: Any, sin: Any, half: Any) -> _Typed:
+    """Turn each number of the first `half`, a multiple of LANES, with its like of the next `half`, in place.
+
+    cos and sin are float32 and have an entry for every number.
+    """
+
+    def multiply(builder: Any, x: Any, y: Any) -> Any:
+        return builder.fmul(x, y, flags=_FLAGS)
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        stored_type, zero = signature.args[0].dtype, ir.Constant(args[3].type, 0)
+        arrays = [_address(context, builder, signature.args[i], args[i], zero) for i in range(3)]
+        with cgutils.for_range(builder, _int(args[3], LANES, builder.sdiv)) as loop:
+            first = _int(loop.index, LANES, builder.mul)
+            places = [[builder.gep(array, [i]) for i in (first, builder.add(first, args[3]))] for array in arrays]
+            element = context.get_data_type(stored_type)
+            x, y = (_to_float32(builder, stored_type, _load(builder, place, element)) for place in places[0])
+            (cos_x, cos_y), (sin_x, sin_y) = ([_load(builder, place) for place in row] for row in places[1:])
+            turned_x = builder.fsub(multiply(builder, x, cos_x), multiply(builder, y, sin_x), flags=_FLAGS)
+            turned_y = builder.fadd(multiply(builder, y, cos_y), multiply(builder, x, sin_y), flags=_FLAGS)
+            for turned, place in zip((turned_x, turned_y), places[0], strict=True):
+                _store(builder, _from_float32(builder, stored_type, turned), place)
+        return context.get_dummy_value()
+
+    return types.void(numbers, cos, sin, types.int64), emit
 
 
 @_intrinsic
@@ -138,6 +182,118 @@ def add_weighted(
     return types.void(weights, integer, rows, integer, integer, integer, total, integer, num_vectors), emit
 
 
+@_intrinsic
+def copy_from_float32(
+    typing_context: Any, source: Any, start: Any, target: Any, target_start: Any, length: Any
+) -> _Typed:
+    """The way back: copy `length` numbers, a multiple of LANES, rounded as `from_float32` does."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        read = _address(context, builder, signature.args[0], args[0], args[1])
+        write = _address(context, builder, signature.args[2], args[2], args[3])
+        with cgutils.for_range(builder, _int(args[4], LANES, builder.sdiv)) as loop:
+            offset = _int(loop.index, LANES, builder.mul)
+            value = _load(builder, builder.gep(read, [offset]))
+            stored = _from_float32(builder, signature.args[2].dtype, value)
+            _store(builder, stored, builder.gep(write, [offset]))
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, target, types.int64, types.int64), emit
+
+
+@_intrinsic
+def copy_in_pairs(typing_context: Any, source: Any, start: Any, target: Any, target_start: Any, length: Any) -> _Typed:
+    """`copy_to_float32` that changes the order of every `PAIR` numbers: the even-numbered first, then the others.
+
+    That is the order in which bfloat16 widens best: one instruction for each half of a vector of pairs.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        read = _address(context, builder, signature.args[0], args[0], args[1])
+        write = _address(context, builder, signature.args[2], args[2], args[3])
+        with cgutils.for_range(builder, _int(args[4], PAIR, builder.sdiv)) as loop:
+            offset = _int(loop.index, PAIR, builder.mul)
+            stored_type = signature.args[0].dtype
+            element = context.get_data_type(stored_type)
+            halves = _load_pairs(builder, stored_type, element, builder.gep(read, [offset]))
+            for i, half in enumerate(halves):
+                _store(builder, half, builder.gep(write, [_int(offset, i * WIDTH, builder.add)]))
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, target, types.int64, types.int64), emit
+
+
+@_intrinsic
+def add_dots(
+    typing_context: Any,
+    rows: Any,
+    rows_start: Any,
+    rows_stride: Any,
+    columns: Any,
+    columns_start: Any,
+    columns_stride: Any,
+    width: Any,
+    totals: Any,
+    totals_start: Any,
+    totals_stride: Any,
+    num_rows: Any,
+    num_columns: Any,
+) -> _Typed:
+    """Add to totals[r, c] the dot product of rows[r] with columns[c], `width` (a multiple of PAIR) numbers each.
+
+    Rows are float32 in the order of `copy_in_pairs`; so are columns, unless they are bfloat16 in plain order. The
+    numbers of both are literals, of columns a multiple of four. A total does not depend on them, to the last bit: each
+    lane sums in order and with one rounding per product, and the lanes are summed in the same order.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def addresses(i: int, count: int) -> list[Any]:
+            first = _address(context, builder, signature.args[i], args[i], args[i + 1])
+            return [builder.gep(first, [_int(args[i + 2], j, builder.mul)]) for j in range(count)]
+
+        def load_columns(address: Any) -> Sequence[Any]:
+            if signature.args[3].dtype == types.uint16:
+                return _load_pairs(builder, types.uint16, ir.IntType(16), address)
+            return [_load(builder, builder.gep(address, [_I32(i * WIDTH)]), lanes=WIDTH) for i in range(2)]
+
+        xs = addresses(0, num_rows.literal_value)
+        ws = addresses(3, num_columns.literal_value)
+        ts = addresses(7, num_rows.literal_value)
+        zero = ir.Constant(ir.VectorType(_F32, WIDTH), [0.0] * WIDTH)
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in ws] for _ in xs]
+        with cgutils.for_range(builder, _int(args[6], PAIR, builder.sdiv)) as loop:
+            offset = _int(loop.index, PAIR, builder.mul)
+            pairs = [load_columns(builder.gep(w, [offset])) for w in ws]
+            for i in range(2):
+                place = _int(offset, i * WIDTH, builder.add)
+                for x, row_sums in zip(xs, sums, strict=True):
+                    value = _load(builder, builder.gep(x, [place]), lanes=WIDTH)
+                    for pair, total in zip(pairs, row_sums, strict=True):
+                        product = builder.fmul(value, pair[i], flags=_FUSED)
+                        builder.store(builder.fadd(product, builder.load(total), flags=_FUSED), total)
+        for t, row_sums in zip(ts, sums, strict=True):
+            for c in range(0, len(ws), 4):
+                address = builder.gep(t, [ir.IntType(64)(c)])
+                dots = _sum_lanes(builder, [builder.load(total) for total in row_sums[c : c + 4]], _FUSED)
+                _store(builder, builder.fadd(_load(builder, address, lanes=4), dots, flags=_FUSED), address)
+        return context.get_dummy_value()
+
+    integer = types.int64
+    flat = (rows, integer, integer, columns, integer, integer, integer, totals, integer, integer)
+    return types.void(*flat, num_rows, num_columns), emit
+
+
+def _load_pairs(builder: Any, stored_type: Any, element: Any, address: Any) -> Sequence[Any]:
+    """The even-numbered of the next PAIR numbers and the others, as float32."""
+    stored = _load(builder, address, element, PAIR)
+    if stored_type != types.uint16:
+        evens_and_odds = [_shuffle(builder, stored, stored, range(i, PAIR, 2)) for i in range(2)]
+        return [_to_float32(builder, stored_type, half) for half in evens_and_odds]
+    bits = builder.bitcast(stored, ir.VectorType(_I32, WIDTH))
+    halves = builder.shl(bits, _constant(bits, 16)), builder.and_(bits, _constant(bits, 0xFFFF0000))
+    return [builder.bitcast(half, ir.VectorType(_F32, WIDTH)) for half in halves]
+
+
 def _to_float32(builder: Any, stored_type: Any, stored: Any) -> Any:
     """Code for a number or a vector of them."""
     if stored_type == types.float32:
@@ -149,16 +305,18 @@ def _to_float32(builder: Any, stored_type: Any, stored: Any) -> Any:
 
 
 def _from_float32(builder: Any, stored_type: Any, value: Any) -> Any:
-    """Code for a number."""
+    """Code for a number or a vector of them."""
     if stored_type == types.float32:
         return value
+    half = _like(value, ir.IntType(16))
     if stored_type == types.int16:
-        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
-    bits = builder.bitcast(value, _I32)
-    is_odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
-    rounded = builder.add(builder.add(bits, _I32(0x7FFF)), is_odd)
+        return builder.bitcast(builder.fptrunc(value, _like(value, ir.HalfType())), half)
+    bits = builder.bitcast(value, _like(value, _I32))
+    sixteen = _constant(bits, 16)
+    is_odd = builder.and_(builder.lshr(bits, sixteen), _constant(bits, 1))
+    rounded = builder.add(builder.add(bits, _constant(bits, 0x7FFF)), is_odd)
     is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.lshr(builder.select(is_nan, _I32(0x7FC00000), rounded), _I32(16)), ir.IntType(16))
+    return builder.trunc(builder.lshr(builder.select(is_nan, _constant(bits, 0x7FC00000), rounded), sixteen), half)
 
 
 def _like(value: Any, element: Any) -> Any:
@@ -167,7 +325,7 @@ def _like(value: Any, element: Any) -> Any:
 
 
 def _constant(value: Any, number: int) -> Any:
-    return ir.Constant(value.type, [number] * LANES if isinstance(value.type, ir.VectorType) else number)
+    return ir.Constant(value.type, [number] * value.type.count if isinstance(value.type, ir.VectorType) else number)
 
 
 def _int(value: Any, number: int, operation: Callable[[Any, Any], Any]) -> Any:
@@ -179,13 +337,14 @@ def _address(context: Any, builder: Any, array_type: Any, array: Any, position: 
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [position])
 
 
-def _load(builder: Any, address: Any, element: Any = _F32) -> Any:
-    vector = ir.VectorType(element, LANES)
+def _load(builder: Any, address: Any, element: Any = _F32, lanes: int = LANES) -> Any:
+    vector = ir.VectorType(element, lanes)
     return builder.load(builder.bitcast(address, vector.as_pointer()), align=2 if element == ir.IntType(16) else 4)
 
 
 def _store(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.bitcast(address, value.type.as_pointer()), align=4)
+    align = 2 if value.type.element == ir.IntType(16) else 4
+    builder.store(value, builder.bitcast(address, value.type.as_pointer()), align=align)
 
 
 def _accumulate(builder: Any, total: Any, x: Any, y: Any) -> None:
@@ -204,19 +363,22 @@ def _shuffle(builder: Any, a: Any, b: Any, indices: Sequence[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(indices)), list(indices)))
 
 
-def _sum_lanes(builder: Any, vectors: Sequence[Any]) -> Any:
+def _sum_lanes(builder: Any, vectors: Sequence[Any], flags: Sequence[str] = _FLAGS) -> Any:
     """The sums over the lanes of four vectors, as a vector of four: 13 instructions where one by one takes 32."""
+    a, b, c, d = vectors
+    lanes = a.type.count
 
     def add(x: Any, y: Any, low: Sequence[int], high: Sequence[int]) -> Any:
-        return builder.fadd(_shuffle(builder, x, y, low), _shuffle(builder, x, y, high), flags=_FLAGS)
+        return builder.fadd(_shuffle(builder, x, y, low), _shuffle(builder, x, y, high), flags=flags)
 
     def add_in_quarters(x: Any, y: Any, low: Sequence[int], high: Sequence[int]) -> Any:
-        quarters = range(0, LANES, 4)
+        quarters = range(0, lanes, 4)
         return add(x, y, [q + i for q in quarters for i in low], [q + i for q in quarters for i in high])
 
-    a, b, c, d = vectors
-    ab = add_in_quarters(a, b, (0, LANES, 1, LANES + 1), (2, LANES + 2, 3, LANES + 3))
-    cd = add_in_quarters(c, d, (0, LANES, 1, LANES + 1), (2, LANES + 2, 3, LANES + 3))
-    total = add_in_quarters(ab, cd, (0, 1, LANES, LANES + 1), (2, 3, LANES + 2, LANES + 3))
-    total = add(total, total, range(8), range(8, 16))
-    return add(total, total, range(4), range(4, 8))
+    ab = add_in_quarters(a, b, (0, lanes, 1, lanes + 1), (2, lanes + 2, 3, lanes + 3))
+    cd = add_in_quarters(c, d, (0, lanes, 1, lanes + 1), (2, lanes + 2, 3, lanes + 3))
+    total = add_in_quarters(ab, cd, (0, 1, lanes, lanes + 1), (2, 3, lanes + 2, lanes + 3))
+    while lanes > 4:
+        lanes //= 2
+        total = add(total, total, range(lanes), range(lanes, 2 * lanes))
+    return total

@@ -32,6 +32,15 @@ class LayerSpec(NamedTuple):
     """Chunked attention: tokens see their own chunk of this many only."""
     softcap: float | None
 
+    def kernel_options(self, sinks: Tensor | None) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "window": self.window,
+            "chunk": self.chunk,
+            "softcap": self.softcap,
+            "sinks": sinks,
+        }
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionMetadata:
@@ -73,7 +82,7 @@ class LayerRecorder:
             torch.zeros(1, 1, dtype=torch.int32, device=query.device),
             torch.tensor([0, T], dtype=torch.int32, device=query.device),
             torch.tensor([T], dtype=torch.int32, device=query.device),
-            **_kernel_options(spec, options),
+            **spec.kernel_options(_sinks(options)),
         )[None]
 
 
@@ -87,20 +96,23 @@ class PagedLayers:
         self._layers = zip(specs, kv_cache, strict=True)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        # Sinks are a parameter of the model, which may be trained or moved, so they are read at each call.
+        return self.attend_packed(*(heads[0].transpose(0, 1) for heads in (query, key, value)), _sinks(options))[None]
+
+    def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """query [T, H, D], key [T, K, D], value [T, K, Dv] -> [T, H, Dv]; sinks [H]."""
         spec, (k_cache, v_cache) = next(self._layers)
         metadata = self._metadata
-        paged_kernels.store_kv(
-            key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, metadata.slot_mapping
-        )
+        paged_kernels.store_kv(key, value, k_cache, v_cache, metadata.slot_mapping)
         return paged_kernels.paged_attention(
-            query[0].transpose(0, 1),
+            query,
             k_cache,
             v_cache,
             metadata.block_tables,
             metadata.query_start_loc,
             metadata.seq_lens,
-            **_kernel_options(spec, options),
-        )[None]
+            **spec.kernel_options(sinks),
+        )
 
 
 _layers: ContextVar[AttentionLayers] = ContextVar("paged_attention_layers")
@@ -156,13 +168,6 @@ def _window_and_chunk(module: nn.Module, window: int | None) -> tuple[int | None
     return window, chunk
 
 
-def _kernel_options(spec: LayerSpec, options: dict[str, Any]) -> dict[str, Any]:
-    # Sinks are a parameter of the model, which may be trained or moved, so they are read at each call.
-    sinks = options.get("s_aux")
-    return {
-        "scale": spec.scale,
-        "window": spec.window,
-        "chunk": spec.chunk,
-        "softcap": spec.softcap,
-        "sinks": options.get("sinks") if sinks is None else sinks,
-    }
+def _sinks(options: dict[str, Any]) -> Tensor | None:
+    sinks: Tensor | None = options.get("s_aux")
+    return options.get("sinks") if sinks is None else sinks

@@ -1,0 +1,268 @@
+"""What a decoder layer does between its matrix products, for CPUs: one pass over memory each, compiled by Numba.
+
+Numbers are widened to float32 where they are read and rounded where they are written, nowhere between unless the
+definition says so. A row is computed by one thread, in the same way whatever its batch.
+
+Tensors go into the kernels as addresses, each with an empty array that tells their type: wrapping them as arrays would
+take longer than the work on a few tokens. So views need no copy, and none of them compiles a second kernel.
+
+Numba's disk cache does not notice a change of vector.py or cpu.py: after one, touch this file.
+"""
+
+import functools
+import math
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paged_kernels.cpu import _LOG2_E, _compile, _exp2, _set_num_threads
+from paged_kernels.vector import LANES, from_float32, pointer, rotate_halves, to_float32
+
+_SERIAL_COST = 60_000  # numbers, about 20 µs: a batch below is not worth other threads
+
+_TYPES: dict[torch.dtype, NDArray[Any]] = {  # 16-bit floats as integers, see vector.py
+    torch.float32: np.empty(0, np.float32),
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float16: np.empty(0, np.int16),
+}
+
+# x * sigmoid(x * (a + b * x²)) is silu, or gelu's approximation by tanh, since 1 + tanh(z) = 2 * sigmoid(2 * z).
+_GATES = {"silu": (1.0, 0.0), "gelu_tanh": (math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715)}
+_LARGE = np.float32(1e20)  # squares are capped here, lest 0 * infinity make a NaN
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """See `reference.add_rms_norm`."""
+    x, weight = x.contiguous(), weight.contiguous()
+    total = x if residual is None else residual
+    assert total.is_contiguous() and total.dtype == x.dtype and total.shape == x.shape
+    normed = torch.empty_like(x)
+    width, size = weight.numel(), x.numel()
+    args = (
+        *(_TYPES[x.dtype], x.data_ptr(), total.data_ptr(), normed.data_ptr()),
+        *(_TYPES[weight.dtype], weight.data_ptr()),
+        *(width, eps, offset, residual is not None),
+    )
+    num_threads = _num_threads(size)
+    if num_threads == 1:
+        _norm_rows(*args, 0, size // width)
+    else:
+        _norm_all_rows(*args, size // width, num_threads)
+    return normed, total
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> None:
+    """See `reference.rotary`."""
+    cos, sin = cos.contiguous(), sin.contiguous()
+    (num_tokens, num_heads, _), num_kv_heads, width = query.shape, key.shape[1], cos.shape[1]
+    query_strides, key_strides = query.stride(), key.stride()
+    assert query_strides[2] == key_strides[2] == 1 and query.dtype == key.dtype and cos.dtype == sin.dtype
+    args = (
+        *(_TYPES[query.dtype], query.data_ptr(), *query_strides[:2], num_heads),
+        *(key.data_ptr(), *key_strides[:2], num_kv_heads),
+        *(_TYPES[cos.dtype], cos.data_ptr(), sin.data_ptr(), width, interleaved),
+    )
+    num_threads = _num_threads(num_tokens * (num_heads + num_kv_heads) * width)
+    if num_threads == 1:
+        _rotate_tokens(*args, 0, num_tokens)
+    else:
+        _rotate_all_tokens(*args, num_tokens, num_threads)
+
+
+def silu_and_mul(gate_up: Tensor, *, activation: str = "silu") -> Tensor:
+    """See `reference.silu_and_mul`."""
+    gate_up = gate_up.contiguous()
+    num_rows, width = gate_up.shape
+    out = gate_up.new_empty(num_rows, width // 2)
+    args = (_TYPES[out.dtype], gate_up.data_ptr(), out.data_ptr(), width // 2, *_GATES[activation])
+    num_threads = _num_threads(num_rows * width)
+    if num_threads == 1:
+        _gate_rows(*args, 0, num_rows)
+    else:
+        _gate_all_rows(*args, num_rows, num_threads)
+    return out
+
+
+def _num_threads(cost: int) -> int:
+    return 1 if cost < _SERIAL_COST else _set_num_threads()
+
+
+@_compile
+def _array(address: int, start: int, length: int, like: NDArray[Any]) -> NDArray[Any]:
+    """Numbers in memory, from the one that is `start` after an address."""
+    array: NDArray[Any] = numba.carray(pointer(address + start * like.itemsize, like), length)
+    return array
+
+
+@_compile
+def _norm_rows(
+    like: NDArray[Any],
+    x: int,
+    total: int,
+    normed: int,
+    weight_like: NDArray[Any],
+    weight: int,
+    width: int,
+    eps: float,
+    offset: float,
+    adds: bool,
+    begin: int,
+    end: int,
+) -> None:
+    weights = _array(weight, 0, width, weight_like)
+    shift = np.float32(offset)
+    for row in range(begin, end):
+        source = _array(x, row * width, width, like)
+        target = _array(total, row * width, width, like)
+        out = _array(normed, row * width, width, like)
+        squares = np.float32(0)
+        if adds:
+            for i in range(width):
+                stored = from_float32(to_float32(source[i]) + to_float32(target[i]), target)
+                target[i] = stored
+                squares += to_float32(stored) * to_float32(stored)
+        else:
+            for i in range(width):
+                squares += to_float32(target[i]) * to_float32(target[i])
+        scale = np.float32(1 / math.sqrt(np.float64(squares) / width + eps))
+        if offset == 0:
+            for i in range(width):
+                rounded = to_float32(from_float32(to_float32(target[i]) * scale, out))
+                out[i] = from_float32(rounded * to_float32(weights[i]), out)
+        else:
+            for i in range(width):
+                out[i] = from_float32(to_float32(target[i]) * scale * (shift + to_float32(weights[i])), out)
+
+
+@functools.partial(_compile, parallel=True)
+def _norm_all_rows(
+    like: NDArray[Any],
+    x: int,
+    total: int,
+    normed: int,
+    weight_like: NDArray[Any],
+    weight: int,
+    width: int,
+    eps: float,
+    offset: float,
+    adds: bool,
+    num_rows: int,
+    num_threads: int,
+) -> None:
+    for thread in numba.prange(num_threads):
+        begin, end = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        _norm_rows(like, x, total, normed, weight_like, weight, width, eps, offset, adds, begin, end)
+
+
+@_compile
+def _rotate_tokens(
+    like: NDArray[Any],
+    query: int,
+    query_token_stride: int,
+    query_head_stride: int,
+    num_heads: int,
+    key: int,
+    key_token_stride: int,
+    key_head_stride: int,
+    num_kv_heads: int,
+    angle_like: NDArray[Any],
+    cos: int,
+    sin: int,
+    width: int,
+    interleaved: bool,
+    begin: int,
+    end: int,
+) -> None:
+    cosines, sines = np.empty(width, np.float32), np.empty(width, np.float32)
+    for t in range(begin, end):
+        stored_cosines = _array(cos, t * width, width, angle_like)
+        stored_sines = _array(sin, t * width, width, angle_like)
+        for i in range(width):
+            cosines[i] = to_float32(stored_cosines[i])
+            sines[i] = to_float32(stored_sines[i])
+        for h in range(num_heads):
+            head = _array(query, t * query_token_stride + h * query_head_stride, width, like)
+            _rotate(head, cosines, sines, interleaved)
+        for h in range(num_kv_heads):
+            head = _array(key, t * key_token_stride + h * key_head_stride, width, like)
+            _rotate(head, cosines, sines, interleaved)
+
+
+@_compile
+def _rotate(head: NDArray[Any], cos: NDArray[np.float32], sin: NDArray[np.float32], interleaved: bool) -> None:
+    half = len(head) // 2
+    if interleaved:
+        for i in range(half):
+            a, b = to_float32(head[2 * i]), to_float32(head[2 * i + 1])
+            head[2 * i] = from_float32(a * cos[2 * i] - b * sin[2 * i], head)
+            head[2 * i + 1] = from_float32(b * cos[2 * i + 1] + a * sin[2 * i + 1], head)
+    elif half % LANES == 0:
+        rotate_halves(head, cos, sin, half)
+    else:
+        low, high = head[:half], head[half:]
+        cos_low, cos_high, sin_low, sin_high = cos[:half], cos[half:], sin[:half], sin[half:]
+        for i in range(half):
+            a, b = to_float32(low[i]), to_float32(high[i])
+            low[i] = from_float32(a * cos_low[i] - b * sin_low[i], low)
+            high[i] = from_float32(b * cos_high[i] + a * sin_high[i], high)
+
+
+@functools.partial(_compile, parallel=True)
+def _rotate_all_tokens(
+    like: NDArray[Any],
+    query: int,
+    query_token_stride: int,
+    query_head_stride: int,
+    num_heads: int,
+    key: int,
+    key_token_stride: int,
+    key_head_stride: int,
+    num_kv_heads: int,
+    angle_like: NDArray[Any],
+    cos: int,
+    sin: int,
+    width: int,
+    interleaved: bool,
+    num_tokens: int,
+    num_threads: int,
+) -> None:
+    for thread in numba.prange(num_threads):
+        _rotate_tokens(
+            *(like, query, query_token_stride, query_head_stride, num_heads),
+            *(key, key_token_stride, key_head_stride, num_kv_heads),
+            *(angle_like, cos, sin, width, interleaved),
+            *(num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads),
+        )
+
+
+@_compile
+def _gate_rows(
+    like: NDArray[Any], gate_up: int, out: int, width: int, a: float, b: float, begin: int, end: int
+) -> None:
+    linear, cubic = np.float32(a) * _LOG2_E, np.float32(b) * _LOG2_E
+    for row in range(begin, end):
+        gate = _array(gate_up, 2 * row * width, width, like)
+        up = _array(gate_up, (2 * row + 1) * width, width, like)
+        target = _array(out, row * width, width, like)
+        for i in range(width):
+            x = to_float32(gate[i])
+            square = x * x if x * x < _LARGE else _LARGE
+            exponent = x * (linear + cubic * square)
+            small = _exp2(-abs(exponent))
+            sigmoid = (np.float32(1) if exponent >= 0 else small) / (np.float32(1) + small)
+            target[i] = from_float32(x * sigmoid * to_float32(up[i]), target)
+
+
+@functools.partial(_compile, parallel=True)
+def _gate_all_rows(
+    like: NDArray[Any], gate_up: int, out: int, width: int, a: float, b: float, num_rows: int, num_threads: int
+) -> None:
+    for thread in numba.prange(num_threads):
+        begin, end = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        _gate_rows(like, gate_up, out, width, a, b, begin, end)

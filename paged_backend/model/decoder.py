@@ -1,0 +1,120 @@
+"""The common dense decoder on fused kernels: a second way to run models that are built like Llama.
+
+RMSNorm, rotary positions, grouped-query attention and a gated MLP, with the options of the classes in `_CLASSES`. It is
+built from the loaded transformers model and must agree with it (self_check.py); every other model runs on
+transformers' own code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from paged_backend.model.attention import PagedLayers
+from paged_backend.model.linear import Linear
+from paged_kernels import add_rms_norm, rotary, silu_and_mul
+
+_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Norm:
+    weight: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: Any) -> Self:
+        return cls(module.weight, module.variance_epsilon)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The sum of both, normalised, and the sum."""
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Layer:
+    head_size: int
+    num_heads: tuple[int, int, int]
+    """Of query, key and value."""
+    attention_norm: _Norm
+    qkv: Linear
+    q_norm: _Norm | None
+    k_norm: _Norm | None
+    output: Linear
+    mlp_norm: _Norm
+    gate_up: Linear
+    down: Linear
+
+
+class FusedDecoder:
+    """Runs a packed step with one weight for query, key and value, one for gate and up, and fused small operations.
+
+    The merged weights take the place of the separate ones, which become views of them, so nothing is held twice.
+    """
+
+    def __init__(self, model: Any) -> None:
+        decoder, config = model.model, model.config
+        self._embed: nn.Module = decoder.embed_tokens
+        self._rotary: nn.Module = decoder.rotary_emb
+        self._norm = _Norm.of(decoder.norm)
+        self._lm_head = Linear.of(model.lm_head)
+        self._activation = _ACTIVATIONS[config.hidden_act]
+        self._layers = [_layer(layer) for layer in decoder.layers]
+
+    @staticmethod
+    def can_run(model: nn.Module) -> bool:
+        """Whether the model is of a class, and its tensors are of a kind, that this code knows."""
+        config: Any = model.config
+        return (
+            type(model).__name__ in _CLASSES
+            and model.device.type == "cpu"
+            and model.dtype in (torch.float32, torch.bfloat16)
+            and config.hidden_act in _ACTIVATIONS
+            and all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
+        )
+
+    def __call__(self, layers: PagedLayers, input_ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+        """Ids [T], positions [T], rows wanted [R] -> logits [R, V]."""
+        x: Tensor = self._embed(input_ids)
+        cos, sin = (part[0] for part in self._rotary(x, positions[None]))
+        residual: Tensor | None = None
+        for layer in self._layers:
+            x, residual = layer.attention_norm(x, residual)
+            qkv = layer.qkv(x).view(x.shape[0], -1, layer.head_size)
+            query, key, value = qkv.split(layer.num_heads, dim=1)
+            query, key = _normed(layer.q_norm, query), _normed(layer.k_norm, key)
+            rotary(query, key, cos, sin)
+            x = layers.attend_packed(query, key, value).flatten(1)
+            if layer is self._layers[-1]:
+                x, residual = x[keep], residual[keep]
+            x, residual = layer.mlp_norm(layer.output(x), residual)
+            x = layer.down(silu_and_mul(layer.gate_up(x), self._activation))
+        x, _ = self._norm(x, residual)
+        return self._lm_head(x)
+
+
+def _normed(norm: _Norm | None, heads: Tensor) -> Tensor:
+    """[T, H, D] with each head normalised, in models that do so."""
+    return heads if norm is None else norm(heads.reshape(-1, heads.shape[-1]))[0].view(heads.shape)
+
+
+def _layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    num_query_heads, num_kv_heads, _ = (linear.out_features // attention.head_dim for linear in projections)
+    return _Layer(
+        head_size=attention.head_dim,
+        num_heads=(num_query_heads, num_kv_heads, num_kv_heads),
+        attention_norm=_Norm.of(layer.input_layernorm),
+        qkv=Linear.merged(projections),
+        q_norm=_Norm.of(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=_Norm.of(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        output=Linear.of(attention.o_proj),
+        mlp_norm=_Norm.of(layer.post_attention_layernorm),
+        gate_up=Linear.merged([mlp.gate_proj, mlp.up_proj]),
+        down=Linear.of(mlp.down_proj),
+    )
