@@ -74,6 +74,15 @@ def llm(runner: FakeRunner) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    """A thread that is woken up runs at once."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
 def engine_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "paged-backend engine"}
 
@@ -399,6 +408,7 @@ def test_a_request_id_in_use_is_refused(llm: LLM) -> None:
     assert llm.submit([3, 4], params(), request_id="x").result(WAIT_SECONDS).request_id == "x"
 
 
+@pytest.mark.usefixtures("eager_threads")
 def test_a_request_id_is_free_as_soon_as_the_end_of_its_request_was_read(runner: FakeRunner) -> None:
     gate = Gate(runner)
     with make_llm(runner=runner, block_size=16, max_num_batched_tokens=512) as llm:

@@ -1,37 +1,44 @@
-"""Attention over a paged cache of keys and values: `store_kv` and `paged_attention`.
+"""What a language model computes with a paged cache of keys and values, and around it.
+
+Attention: `store_kv` and `paged_attention`. Between matrix products: `add_rms_norm`, `rotary` and `silu_and_mul`.
 
 `reference` defines what they compute. Called from here they run the implementation for the tensors' device. The first
 call for a dtype on a CPU compiles, once per machine: the result is kept on disk. Call them from one thread at a time.
 """
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from paged_kernels import reference
 
-__all__ = ["paged_attention", "store_kv"]
+__all__ = ["add_rms_norm", "paged_attention", "rotary", "silu_and_mul", "store_kv"]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
-def _by_device(definition: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+def _by_device(definition: Callable[_Parameters, _Result], cpu_module: str) -> Callable[_Parameters, _Result]:
     """The function of this name that is written for the device of its first tensor, or else the definition."""
+
+    @functools.cache
+    def for_cpu() -> Callable[_Parameters, _Result]:
+        module = importlib.import_module(f"paged_kernels.{cpu_module}")  # late: Numba takes half a second to import
+        implementation: Callable[_Parameters, _Result] = getattr(module, definition.__name__)
+        return implementation
 
     @functools.wraps(definition)
     def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         first: Any = next(itertools.chain(args, kwargs.values()))
-        if not first.is_cpu:
-            return definition(*args, **kwargs)
-        from paged_kernels import cpu  # here, since Numba takes half a second to import
-
-        implementation: Callable[_Parameters, _Result] = getattr(cpu, definition.__name__)
-        return implementation(*args, **kwargs)
+        return for_cpu()(*args, **kwargs) if first.is_cpu else definition(*args, **kwargs)
 
     return run
 
 
-paged_attention = _by_device(reference.paged_attention)
-store_kv = _by_device(reference.store_kv)
+add_rms_norm = _by_device(reference.add_rms_norm, "fused")
+paged_attention = _by_device(reference.paged_attention, "cpu")
+rotary = _by_device(reference.rotary, "fused")
+silu_and_mul = _by_device(reference.silu_and_mul, "fused")
+store_kv = _by_device(reference.store_kv, "cpu")

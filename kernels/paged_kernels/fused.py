@@ -11,7 +11,7 @@ Numba's disk cache does not notice a change of vector.py or cpu.py: after one, t
 
 import functools
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import numba
 import numpy as np
@@ -32,6 +32,7 @@ _TYPES: dict[torch.dtype, NDArray[Any]] = {  # 16-bit floats as integers, see ve
 
 # x * sigmoid(x * (a + b * x²)) is silu, or gelu's approximation by tanh, since 1 + tanh(z) = 2 * sigmoid(2 * z).
 _GATES = {"silu": (1.0, 0.0), "gelu_tanh": (math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715)}
+_Heads: TypeAlias = tuple[int, int, int, int]  # address, strides of tokens and of heads, number of heads
 _LARGE = np.float32(1e20)  # squares are capped here, lest 0 * infinity make a NaN
 
 
@@ -44,11 +45,9 @@ def add_rms_norm(
     assert total.is_contiguous() and total.dtype == x.dtype and total.shape == x.shape
     normed = torch.empty_like(x)
     width, size = weight.numel(), x.numel()
-    args = (
-        *(_TYPES[x.dtype], x.data_ptr(), total.data_ptr(), normed.data_ptr()),
-        *(_TYPES[weight.dtype], weight.data_ptr()),
-        *(width, eps, offset, residual is not None),
-    )
+    rows = (x.data_ptr(), total.data_ptr(), normed.data_ptr())
+    scaling = (_TYPES[weight.dtype], weight.data_ptr(), width)
+    args = (_TYPES[x.dtype], *rows, *scaling, eps, float(offset), residual is not None)
     num_threads = _num_threads(size)
     if num_threads == 1:
         _norm_rows(*args, 0, size // width)
@@ -60,14 +59,13 @@ def add_rms_norm(
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> None:
     """See `reference.rotary`."""
     cos, sin = cos.contiguous(), sin.contiguous()
-    (num_tokens, num_heads, _), num_kv_heads, width = query.shape, key.shape[1], cos.shape[1]
-    query_strides, key_strides = query.stride(), key.stride()
-    assert query_strides[2] == key_strides[2] == 1 and query.dtype == key.dtype and cos.dtype == sin.dtype
-    args = (
-        *(_TYPES[query.dtype], query.data_ptr(), *query_strides[:2], num_heads),
-        *(key.data_ptr(), *key_strides[:2], num_kv_heads),
-        *(_TYPES[cos.dtype], cos.data_ptr(), sin.data_ptr(), width, interleaved),
-    )
+    num_tokens, width = cos.shape
+    assert query.stride(2) == key.stride(2) == 1 and query.dtype == key.dtype and cos.dtype == sin.dtype
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    query_heads = (query.data_ptr(), query.stride(0), query.stride(1), num_heads)
+    key_heads = (key.data_ptr(), key.stride(0), key.stride(1), num_kv_heads)
+    angles = (cos.data_ptr(), sin.data_ptr(), width)
+    args = (_TYPES[query.dtype], query_heads, key_heads, _TYPES[cos.dtype], angles, interleaved)
     num_threads = _num_threads(num_tokens * (num_heads + num_kv_heads) * width)
     if num_threads == 1:
         _rotate_tokens(*args, 0, num_tokens)
@@ -163,22 +161,15 @@ def _norm_all_rows(
 @_compile
 def _rotate_tokens(
     like: NDArray[Any],
-    query: int,
-    query_token_stride: int,
-    query_head_stride: int,
-    num_heads: int,
-    key: int,
-    key_token_stride: int,
-    key_head_stride: int,
-    num_kv_heads: int,
+    query: _Heads,
+    key: _Heads,
     angle_like: NDArray[Any],
-    cos: int,
-    sin: int,
-    width: int,
+    angles: tuple[int, int, int],
     interleaved: bool,
     begin: int,
     end: int,
 ) -> None:
+    cos, sin, width = angles
     cosines, sines = np.empty(width, np.float32), np.empty(width, np.float32)
     for t in range(begin, end):
         stored_cosines = _array(cos, t * width, width, angle_like)
@@ -186,59 +177,47 @@ def _rotate_tokens(
         for i in range(width):
             cosines[i] = to_float32(stored_cosines[i])
             sines[i] = to_float32(stored_sines[i])
-        for h in range(num_heads):
-            head = _array(query, t * query_token_stride + h * query_head_stride, width, like)
-            _rotate(head, cosines, sines, interleaved)
-        for h in range(num_kv_heads):
-            head = _array(key, t * key_token_stride + h * key_head_stride, width, like)
-            _rotate(head, cosines, sines, interleaved)
+        for address, token_stride, head_stride, num_heads in (query, key):
+            heads = _array(address, t * token_stride, (num_heads - 1) * head_stride + width, like)
+            _rotate_heads(heads, head_stride, num_heads, cosines, sines, interleaved)
 
 
 @_compile
-def _rotate(head: NDArray[Any], cos: NDArray[np.float32], sin: NDArray[np.float32], interleaved: bool) -> None:
-    half = len(head) // 2
-    if interleaved:
+def _rotate_heads(
+    heads: NDArray[Any],
+    stride: int,
+    num_heads: int,
+    cos: NDArray[np.float32],
+    sin: NDArray[np.float32],
+    interleaved: bool,
+) -> None:
+    half = len(cos) // 2
+    for start in range(0, num_heads * stride, stride):
+        if not interleaved and half % LANES == 0:
+            rotate_halves(heads, start, cos, sin, half)
+            continue
+        head = heads[start : start + 2 * half]
         for i in range(half):
-            a, b = to_float32(head[2 * i]), to_float32(head[2 * i + 1])
-            head[2 * i] = from_float32(a * cos[2 * i] - b * sin[2 * i], head)
-            head[2 * i + 1] = from_float32(b * cos[2 * i + 1] + a * sin[2 * i + 1], head)
-    elif half % LANES == 0:
-        rotate_halves(head, cos, sin, half)
-    else:
-        low, high = head[:half], head[half:]
-        cos_low, cos_high, sin_low, sin_high = cos[:half], cos[half:], sin[:half], sin[half:]
-        for i in range(half):
-            a, b = to_float32(low[i]), to_float32(high[i])
-            low[i] = from_float32(a * cos_low[i] - b * sin_low[i], low)
-            high[i] = from_float32(b * cos_high[i] + a * sin_high[i], high)
+            x, y = (2 * i, 2 * i + 1) if interleaved else (i, half + i)
+            value_x, value_y = to_float32(head[x]), to_float32(head[y])
+            head[x] = from_float32(value_x * cos[x] - value_y * sin[x], head)
+            head[y] = from_float32(value_y * cos[y] + value_x * sin[y], head)
 
 
 @functools.partial(_compile, parallel=True)
 def _rotate_all_tokens(
     like: NDArray[Any],
-    query: int,
-    query_token_stride: int,
-    query_head_stride: int,
-    num_heads: int,
-    key: int,
-    key_token_stride: int,
-    key_head_stride: int,
-    num_kv_heads: int,
+    query: _Heads,
+    key: _Heads,
     angle_like: NDArray[Any],
-    cos: int,
-    sin: int,
-    width: int,
+    angles: tuple[int, int, int],
     interleaved: bool,
     num_tokens: int,
     num_threads: int,
 ) -> None:
     for thread in numba.prange(num_threads):
-        _rotate_tokens(
-            *(like, query, query_token_stride, query_head_stride, num_heads),
-            *(key, key_token_stride, key_head_stride, num_kv_heads),
-            *(angle_like, cos, sin, width, interleaved),
-            *(num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads),
-        )
+        begin, end = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads
+        _rotate_tokens(like, query, key, angle_like, angles, interleaved, begin, end)
 
 
 @_compile

@@ -1,11 +1,15 @@
 """What every kernel of this package computes, in plain torch: the definition that the fast ones are tested against.
 
 Shapes use one set of letters: T tokens, S sequences, H query heads, K key/value heads, D size of a query or key head,
-Dv size of a value head.
+Dv size of a value head, E size of a hidden state, I size of one inside an MLP.
 """
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu, silu
 
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -105,3 +109,71 @@ def _gather(cache: Tensor, block_table: Tensor, positions: Tensor) -> Tensor:
     block_size = cache.shape[2]
     blocks = block_table[positions // block_size].long()
     return cache[blocks, :, positions % block_size].float().transpose(0, 1)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The sum of `x` and `residual`, and that sum divided by its root mean square and scaled.
+
+    The sum is rounded before it is used. With an offset of 0 the quotient is rounded before it is scaled, as Llama has
+    it; with another one only the result is, as Gemma has it with 1.
+
+    Args:
+        x: [..., E]; None of its leading sizes matters.
+        residual: as `x`, contiguous, or None for zero. It is overwritten with the sum.
+        weight: [E], what the quotient is scaled by, less `offset`.
+        eps: is added to the mean square.
+
+    Returns:
+        The scaled quotient, new, and the sum: `residual`, or `x` itself if that is None.
+    """
+    total = x if residual is None else residual.add_(x)
+    wide = total.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if offset == 0:
+        normed = normed.to(x.dtype).float()
+    return (normed * (offset + weight.float())).to(x.dtype), total
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> None:
+    """Turn the first R numbers of each head by the angles of its token, in place: `x * cos + turned(x) * sin`.
+
+    Rounded once, where eager models round each product.
+
+    Args:
+        query: [T, H, D]; the numbers of a head are contiguous.
+        key: [T, K, D], likewise.
+        cos: [T, R], of any type. R is even.
+        sin: [T, R]
+        interleaved: number 2i is turned with number 2i + 1 (as in Cohere), not number i with number i + R/2 (Llama).
+    """
+    for heads in (query, key):
+        part = heads[..., : cos.shape[1]]
+        x = part.float()
+        if interleaved:
+            turned = torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
+        else:
+            low, high = x.chunk(2, dim=-1)
+            turned = torch.cat([-high, low], dim=-1)
+        part.copy_(x * cos.float()[:, None] + turned * sin.float()[:, None])
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": functools.partial(gelu, approximate="tanh"),
+}
+
+
+def silu_and_mul(gate_up: Tensor, *, activation: str = "silu") -> Tensor:
+    """The activation of the first half of each row, times the second half; rounded once where eager models round twice.
+
+    Args:
+        gate_up: [T, 2 * I]
+        activation: "silu" or "gelu_tanh", GELU with its approximation by tanh.
+
+    Returns:
+        [T, I] in the type of `gate_up`.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (_ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)

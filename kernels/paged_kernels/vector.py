@@ -86,8 +86,8 @@ def copy_to_float32(
 
 
 @_intrinsic
-def rotate_halves(typing_context: Any, numbers: Any, cos: Any, sin: Any, half: Any) -> _Typed:
-    """Turn each number of the first `half`, a multiple of LANES, with its like of the next `half`, in place.
+def rotate_halves(typing_context: Any, numbers: Any, start: Any, cos: Any, sin: Any, half: Any) -> _Typed:
+    """Turn each of `half` numbers, a multiple of LANES, with its like of the `half` that follow, in place.
 
     cos and sin are float32 and have an entry for every number.
     """
@@ -96,11 +96,12 @@ def rotate_halves(typing_context: Any, numbers: Any, cos: Any, sin: Any, half: A
         return builder.fmul(x, y, flags=_FLAGS)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        stored_type, zero = signature.args[0].dtype, ir.Constant(args[3].type, 0)
-        arrays = [_address(context, builder, signature.args[i], args[i], zero) for i in range(3)]
-        with cgutils.for_range(builder, _int(args[3], LANES, builder.sdiv)) as loop:
+        stored_type, half, zero = signature.args[0].dtype, args[4], ir.Constant(args[1].type, 0)
+        starts = {0: args[1], 2: zero, 3: zero}
+        arrays = [_address(context, builder, signature.args[i], args[i], start) for i, start in starts.items()]
+        with cgutils.for_range(builder, _int(half, LANES, builder.sdiv)) as loop:
             first = _int(loop.index, LANES, builder.mul)
-            places = [[builder.gep(array, [i]) for i in (first, builder.add(first, args[3]))] for array in arrays]
+            places = [[builder.gep(array, [i]) for i in (first, builder.add(first, half))] for array in arrays]
             element = context.get_data_type(stored_type)
             x, y = (_to_float32(builder, stored_type, _load(builder, place, element)) for place in places[0])
             (cos_x, cos_y), (sin_x, sin_y) = ([_load(builder, place) for place in row] for row in places[1:])
@@ -110,7 +111,7 @@ def rotate_halves(typing_context: Any, numbers: Any, cos: Any, sin: Any, half: A
                 _store(builder, _from_float32(builder, stored_type, turned), place)
         return context.get_dummy_value()
 
-    return types.void(numbers, cos, sin, types.int64), emit
+    return types.void(numbers, types.int64, cos, sin, types.int64), emit
 
 
 @_intrinsic
@@ -253,6 +254,7 @@ def add_dots(
 
         def load_columns(address: Any) -> Sequence[Any]:
             if signature.args[3].dtype == types.uint16:
+                _prefetch(builder, builder.gep(address, [_int(args[5], len(ws), builder.mul)]))
                 return _load_pairs(builder, types.uint16, ir.IntType(16), address)
             return [_load(builder, builder.gep(address, [_I32(i * WIDTH)]), lanes=WIDTH) for i in range(2)]
 
@@ -351,6 +353,14 @@ def _accumulate(builder: Any, total: Any, x: Any, y: Any) -> None:
     """total += x * y"""
     product = builder.fmul(x, y, flags=_FLAGS)
     builder.store(builder.fadd(product, builder.load(total), flags=_FLAGS), total)
+
+
+def _prefetch(builder: Any, address: Any) -> None:
+    """Bring what is, or would be, at this address into the caches, for reading."""
+    pointer = ir.IntType(8).as_pointer()
+    function = builder.module.declare_intrinsic("llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, *[_I32] * 3]))
+    read, keep, data = _I32(0), _I32(3), _I32(1)
+    builder.call(function, [builder.bitcast(address, pointer), read, keep, data])
 
 
 def _splat(builder: Any, scalar: Any) -> Any:

@@ -92,7 +92,7 @@ class FusedDecoder:
             if layer is self._layers[-1]:
                 x, residual = x[keep], residual[keep]
             x, residual = layer.mlp_norm(layer.output(x), residual)
-            x = layer.down(silu_and_mul(layer.gate_up(x), self._activation))
+            x = layer.down(silu_and_mul(layer.gate_up(x), activation=self._activation))
         x, _ = self._norm(x, residual)
         return self._lm_head(x)
 

@@ -1,11 +1,18 @@
-"""Linear layers whose weights are kept in the order in which oneDNN computes."""
+"""Linear layers on a CPU: by our kernel or by torch, whichever is faster there for the number of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import pathlib
+import sys
+from typing import Self
 
 import torch
 from torch import Tensor, nn
+
+import paged_kernels
+
+_FEW_ROWS = 16
 
 
 def cpu_computes(dtype: torch.dtype) -> bool:
@@ -13,65 +20,73 @@ def cpu_computes(dtype: torch.dtype) -> bool:
     if dtype in (torch.float32, torch.float64):
         return True
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype, "")
-    return bool(getattr(torch.ops.mkldnn, name, bool)())  # builds without oneDNN lack these
+    return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, name, bool)())
 
 
-class PackedLinear(nn.Module):
-    """An `nn.Linear` that holds its weight packed, and only so; its results are the same to the last bit.
+@functools.cache
+def _torch_is_fast_in_bfloat16() -> bool:
+    """Whether bfloat16 arithmetic beats float32's here: with AMX tiles, and on AMD since Zen 4.
 
-    Measured on two cores in bfloat16: 1.5 times as fast as `nn.Linear` for 1 to 4 rows, 1.1 for 64, the same from 128.
+    Intel's AVX-512 bfloat16 instructions run at half the rate of float32's. This is a fixed rule and not a
+    measurement at each start, so that a machine gives the same tokens from run to run.
     """
+    return torch.cpu._is_amx_tile_supported() or (torch.cpu._is_avx512_bf16_supported() and _is_amd())
+
+
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        return False
+
+
+class Linear:
+    """x [T, in] -> x W^T + b [T, out], with the weight as the checkpoint has it, held once."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self._is_ours = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        self._most_rows = _FEW_ROWS if _torch_is_fast_in_bfloat16() else sys.maxsize
+
+    @classmethod
+    def of(cls, module: nn.Linear) -> Self:
+        return cls(module.weight, module.bias)
+
+    @classmethod
+    def merged(cls, modules: list[nn.Linear]) -> Self:
+        """One layer for several that read the same input; their weights become views of the merged one."""
+        weight = torch.cat([module.weight for module in modules])
+        sizes = [module.out_features for module in modules]
+        for module, part in zip(modules, weight.split(sizes), strict=True):
+            module.weight = nn.Parameter(part, requires_grad=False)
+        biases = [module.bias for module in modules if module.bias is not None]
+        assert len(biases) in (0, len(modules))
+        return cls(weight, torch.cat(biases) if biases else None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._is_ours and x.shape[0] <= self._most_rows:
+            return paged_kernels.linear(x, self._weight, self._bias)
+        return nn.functional.linear(x, self._weight, self._bias)
+
+
+class FastLinear(nn.Module):
+    """Takes the place of an `nn.Linear` in a model, and shares its parameters."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
-        # A hint of how many rows to expect makes no difference.
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
-
-    @property
-    def weight(self) -> Tensor:
-        """[out, in], unpacked: a new copy on every read."""
-        weight: Tensor = self._packed.to_dense()
-        return weight
+        self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
-        y: Tensor = self._multiply(x, self._packed, self.bias, "none", [], "")
-        return y
+        # Made at each call, since training and `model.to` replace a parameter's tensor.
+        y = Linear(self.weight, self.bias)(x.reshape(-1, self.in_features))
+        return y.view(*x.shape[:-1], self.out_features)
 
 
-def pack_linears(model: nn.Module, *, tied: bool = True) -> int:
-    """Replace the linear layers of a model on the CPU by packed ones where that is faster; how many were.
-
-    Only in bfloat16 and float16: float32 packed is slower, and its last bits differ. The plain weight is freed, but for
-    one tied to the embedding, which then exists twice; `tied=False` leaves such a layer as it is.
-    """
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    packed: dict[nn.Linear, PackedLinear] = {}
-    for parent, name, linear in list(_linears(model)):
-        if not _gains_from_packing(linear) or (id(linear.weight) in embeddings and not tied):
-            continue
-        if linear not in packed:
-            packed[linear] = PackedLinear(linear)
-        setattr(parent, name, packed[linear])
-    return len(packed)
-
-
-def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Each plain linear layer with its parent and name; subclasses are left alone, since they may compute otherwise."""
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear:
-                yield parent, name, child
-
-
-def _gains_from_packing(linear: nn.Linear) -> bool:
-    weight = linear.weight
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.bfloat16, torch.float16)
-        and cpu_computes(weight.dtype)
-        and not weight.requires_grad
-    )
+def speed_up_linears(model: nn.Module) -> None:
+    """Let the bfloat16 linear layers of a model on the CPU use our kernel; subclasses of nn.Linear are left alone."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu":
+                setattr(parent, name, FastLinear(child))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from paged_backend.config import EngineConfig
 from paged_backend.engine.scheduler import ScheduledSequence, SchedulerOutput
+from paged_backend.errors import ModelError
 from paged_backend.model import kv_cache
 from paged_backend.model.attention import (
     PAGED,
@@ -22,7 +24,8 @@ from paged_backend.model.attention import (
     PagedLayers,
     attention_layers,
 )
-from paged_backend.model.linear import pack_linears
+from paged_backend.model.decoder import FusedDecoder
+from paged_backend.model.linear import speed_up_linears
 from paged_backend.model.loader import LoadedModel
 from paged_backend.model.self_check import check_logits, probe_token_ids
 
@@ -46,8 +49,6 @@ class ModelRunner:
             probe = probe_token_ids(self.vocab_size, loaded.max_model_len)
             expected = self._plain_logits(probe)
             model.set_attn_implementation(PAGED)
-            if loaded.owns_weights:
-                pack_linears(model)
             self._specs = self._record_layers(probe)
             bytes_per_block = kv_cache.block_bytes(self._specs, config.block_size, model.dtype)
             self.num_blocks = kv_cache.num_blocks_for(config, bytes_per_block, loaded.max_model_len, self.device)
@@ -55,7 +56,8 @@ class ModelRunner:
                 self._specs, self.num_blocks, config.block_size, model.dtype, self.device
             )
             self.kv_cache_bytes = self.num_blocks * bytes_per_block
-            check_logits(self, probe, expected, config.block_size, name=loaded.name)
+            self._decoder: FusedDecoder | None = None
+            self._choose_code(loaded, lambda: check_logits(self, probe, expected, config.block_size, name=loaded.name))
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
@@ -64,6 +66,8 @@ class ModelRunner:
         input_ids, positions, metadata = self._inputs(output.scheduled)
         keep = _rows_to_keep(output.scheduled)
         layers = PagedLayers(self._specs, self._kv_cache, metadata)
+        if self._decoder is not None:
+            return self._decoder(layers, *map(self._tensor, (input_ids, positions, keep)))
         return self._forward(layers, input_ids, positions, keep)
 
     def rows(self, logits: Tensor, rows: list[int]) -> Tensor:
@@ -84,6 +88,18 @@ class ModelRunner:
             )
         logits: Tensor = result.logits[0]
         return logits
+
+    def _choose_code(self, loaded: LoadedModel, check: Callable[[], None]) -> None:
+        """Fused code where it fits and the weights are ours to merge, else transformers' code; it passes `check`."""
+        if loaded.owns_weights and FusedDecoder.can_run(self._model):
+            self._decoder = FusedDecoder(self._model)
+            try:
+                return check()
+            except ModelError as error:
+                logger.warning("%s; going on without the fused decoder", error)
+                self._decoder = None
+        speed_up_linears(self._model)
+        check()
 
     def _plain_logits(self, token_ids: list[int]) -> Tensor:
         input_ids = torch.tensor([token_ids], device=self.device)
