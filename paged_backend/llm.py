@@ -19,8 +19,9 @@ from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.kv_cache_manager import KVCacheManager
-from paged_backend.engine.loop import EngineLoop
+from paged_backend.engine.loop import EngineLoop, News
 from paged_backend.engine.metrics import EngineStats
+from paged_backend.engine.outbox import Outbox
 from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.request import Request
 from paged_backend.engine.request_factory import Limits, RequestFactory
@@ -353,8 +354,11 @@ class LLM:
         ]
 
     def _submit(self, requests: list[Request]) -> list[RequestHandle]:
-        outboxes = self._loop.submit(requests)
-        return [RequestHandle(*pair, self._loop) for pair in zip(requests, outboxes, strict=True)]
+        # The handles come first: if a Ctrl-C interrupts what follows, dropping them aborts.
+        outboxes = [Outbox[News]() for _ in requests]
+        handles = [RequestHandle(*pair, self._loop) for pair in zip(requests, outboxes, strict=True)]
+        self._loop.submit(requests, outboxes)
+        return handles
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         handles = self._submit(requests)

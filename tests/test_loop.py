@@ -634,3 +634,11 @@ def test_a_progress_bar_is_shown_in_terminals_only(
     llm.generate([[1], [2]], params(), use_tqdm=use_tqdm)
 
     assert ("2/2" in sys.stderr.getvalue()) is is_shown  # type: ignore[attr-defined]
+
+
+def test_a_refused_request_leaves_the_one_alone_whose_id_it_wanted() -> None:
+    with make_llm() as llm:
+        handle = llm.submit([1, 2, 3], params(max_tokens=200), request_id="x")
+        with pytest.raises(InvalidRequestError, match="in use"):
+            llm.submit([4, 5], params(), request_id="x")
+        assert handle.result(timeout=WAIT_SECONDS).outputs[0].finish_reason == "length"

@@ -5,7 +5,7 @@ loop. Here rows of float32 are a whole number of `LANES` long, padded with zeros
 
 Numba has no 16-bit floats: arrays of uint16 hold the bits of bfloat16, arrays of int16 those of float16.
 
-Numba's disk cache does not notice a change of this file: after one, touch cpu.py.
+Numba's disk cache does not notice a change of this file: after one, touch the files that import it.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from paged_backend.engine.engine import Engine, EngineOutput
 from paged_backend.engine.outbox import Outbox
@@ -26,6 +26,11 @@ News = CompletionOutput | Exception
 _JOIN_SECONDS = 30.0
 
 
+class _Reader(NamedTuple):
+    request: Request
+    outbox: Outbox[News]
+
+
 @dataclasses.dataclass(slots=True)
 class _Shared:
     """What the callers' threads and the loop thread both touch, under the lock."""
@@ -35,7 +40,8 @@ class _Shared:
     inbox: queue.SimpleQueue[Callable[[Engine], list[EngineOutput]] | None] = dataclasses.field(
         default_factory=queue.SimpleQueue
     )
-    outboxes: dict[str, Outbox[News]] = dataclasses.field(default_factory=dict)
+    readers: dict[str, _Reader] = dataclasses.field(default_factory=dict)
+    """Of each unfinished request."""
     unstarted: list[Request] = dataclasses.field(default_factory=list)
     """Requests that no step has run yet, as far as has been looked."""
     dead: str | None = None
@@ -75,8 +81,8 @@ class EngineLoop:
             self._shared.inbox.put(None)
             raise
 
-    def submit(self, requests: list[Request]) -> list[Outbox[News]]:
-        """Queue all of them or, if that is impossible, none.
+    def submit(self, requests: list[Request], outboxes: list[Outbox[News]]) -> None:
+        """Queue all of them or, if that is impossible, none; the news of each will be in its outbox.
 
         Raises OverloadedError if the queue has no room for all, InvalidRequestError if a request id is in use.
         """
@@ -86,19 +92,18 @@ class EngineLoop:
             self._check_alive()
             self._check_ids(requests)
             self._check_queue(requests)
-            outboxes = [Outbox[News]() for _ in requests]
             for request, outbox in zip(requests, outboxes, strict=True):
-                shared.outboxes[request.request_id] = outbox
+                shared.readers[request.request_id] = _Reader(request, outbox)
             shared.inbox.put(lambda engine: _add(engine, requests))
-        return outboxes
 
     def abort(self, request: Request) -> None:
-        """Ask for a request's end; its blocks are free within a step. Finished requests are fine, also if their id is
-        in use again."""
+        """Ask for a request's end; its blocks are free within a step. Requests that are finished or were refused are
+        fine, also if another one has their id."""
         with contextlib.suppress(EngineDeadError):
             self._check_process()
             with self._shared.lock:
-                if request.request_id in self._shared.outboxes and not request.is_finished:
+                reader = self._shared.readers.get(request.request_id)
+                if reader is not None and reader.request is request and not request.is_finished:
                     self._shared.inbox.put(lambda engine: engine.abort(request.request_id))
 
     def call(self, function: Callable[[Engine], T]) -> T:
@@ -139,7 +144,7 @@ class EngineLoop:
             raise EngineDeadError(self._shared.dead)
 
     def _check_ids(self, requests: list[Request]) -> None:
-        seen = set(self._shared.outboxes)
+        seen = set(self._shared.readers)
         for request in requests:
             if request.request_id in seen:
                 raise InvalidRequestError(
@@ -154,7 +159,7 @@ class EngineLoop:
         shared.unstarted = [
             request
             for request in shared.unstarted
-            if request.metrics.first_scheduled_time is None and request.request_id in shared.outboxes
+            if request.metrics.first_scheduled_time is None and request.request_id in shared.readers
         ]
         if len(shared.unstarted) + len(requests) > limit:
             raise OverloadedError(
@@ -209,24 +214,24 @@ def _deliver(shared: _Shared, outputs: list[EngineOutput]) -> None:
     if not outputs:
         return
     with shared.lock:
-        outboxes = [shared.outboxes.get(request.request_id) for request, _ in outputs]
+        readers = [shared.readers.get(request.request_id) for request, _ in outputs]
         # First, so that who reads the end of a request may use its id again.
         for request, news in outputs:
             if isinstance(news, Exception) or request.is_finished:
-                shared.outboxes.pop(request.request_id, None)
-    for outbox, (_, news) in zip(outboxes, outputs, strict=True):
-        if outbox is not None:
-            outbox.put(news)
+                shared.readers.pop(request.request_id, None)
+    for reader, (_, news) in zip(readers, outputs, strict=True):
+        if reader is not None:
+            reader.outbox.put(news)
 
 
 def _die(engine: Engine, shared: _Shared, reason: str) -> None:
     """Nobody waits for ever: whoever still waits gets the reason, and so does everybody who comes later."""
     with shared.lock:
         shared.dead = reason
-        outboxes = list(shared.outboxes.values())
-        shared.outboxes.clear()
-    for outbox in outboxes:
-        outbox.put(EngineDeadError(reason))
+        readers = list(shared.readers.values())
+        shared.readers.clear()
+    for reader in readers:
+        reader.outbox.put(EngineDeadError(reason))
     with contextlib.suppress(Exception):
         engine.fail_all(EngineDeadError(reason))
     while True:  # callers of `call` that came too late

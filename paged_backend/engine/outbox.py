@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+_SLICE_SECONDS = 1.0
 
 
 class Outbox(Generic[T]):
@@ -31,10 +34,13 @@ class Outbox(Generic[T]):
 
     def take(self, timeout: float | None = None) -> list[T]:
         """All items, as soon as there is one. Raises TimeoutError after `timeout` seconds."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         event = threading.Event()
         while not (items := self._take_or_register(event.set)):
-            if not event.wait(timeout):
-                raise TimeoutError(f"no news within {timeout} s")
+            # In slices: a Ctrl-C that arrives just before a wait is noticed at its end.
+            while not event.wait(min(_SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"no news within {timeout} s")
             event.clear()
         return items
 
