@@ -97,7 +97,8 @@ class PagedLayers:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         # Sinks are a parameter of the model, which may be trained or moved, so they are read at each call.
-        return self.attend_packed(*(heads[0].transpose(0, 1) for heads in (query, key, value)), _sinks(options))[None]
+        query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+        return self.attend_packed(query, key, value, _sinks(options))[None]
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """query [T, H, D], key [T, K, D], value [T, K, Dv] -> [T, H, Dv]; sinks [H]."""

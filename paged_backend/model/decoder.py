@@ -38,7 +38,7 @@ class _Norm:
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layer:
     head_size: int
-    num_heads: tuple[int, int, int]
+    num_heads: list[int]
     """Of query, key and value."""
     attention_norm: _Norm
     qkv: Linear
@@ -66,14 +66,13 @@ class FusedDecoder:
         self._layers = [_layer(layer) for layer in decoder.layers]
 
     @staticmethod
-    def can_run(model: nn.Module) -> bool:
+    def can_run(model: Any) -> bool:
         """Whether the model is of a class, and its tensors are of a kind, that this code knows."""
-        config: Any = model.config
         return (
             type(model).__name__ in _CLASSES
             and model.device.type == "cpu"
             and model.dtype in (torch.float32, torch.bfloat16)
-            and config.hidden_act in _ACTIVATIONS
+            and model.config.hidden_act in _ACTIVATIONS
             and all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
         )
 
@@ -85,7 +84,7 @@ class FusedDecoder:
         for layer in self._layers:
             x, residual = layer.attention_norm(x, residual)
             qkv = layer.qkv(x).view(x.shape[0], -1, layer.head_size)
-            query, key, value = qkv.split(layer.num_heads, dim=1)
+            query, key, value = torch.split(qkv, layer.num_heads, dim=1)
             query, key = _normed(layer.q_norm, query), _normed(layer.k_norm, key)
             rotary(query, key, cos, sin)
             x = layers.attend_packed(query, key, value).flatten(1)
@@ -108,7 +107,7 @@ def _layer(layer: Any) -> _Layer:
     num_query_heads, num_kv_heads, _ = (linear.out_features // attention.head_dim for linear in projections)
     return _Layer(
         head_size=attention.head_dim,
-        num_heads=(num_query_heads, num_kv_heads, num_kv_heads),
+        num_heads=[num_query_heads, num_kv_heads, num_kv_heads],
         attention_norm=_Norm.of(layer.input_layernorm),
         qkv=Linear.merged(projections),
         q_norm=_Norm.of(attention.q_norm) if hasattr(attention, "q_norm") else None,

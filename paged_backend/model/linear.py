@@ -20,7 +20,7 @@ def cpu_computes(dtype: torch.dtype) -> bool:
     if dtype in (torch.float32, torch.float64):
         return True
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype, "")
-    return torch.backends.mkldnn.is_available() and bool(getattr(torch.ops.mkldnn, name, bool)())
+    return bool(getattr(torch.ops.mkldnn, name, bool)())
 
 
 @functools.cache
@@ -57,9 +57,9 @@ class Linear:
         """One layer for several that read the same input; their weights become views of the merged one."""
         weight = torch.cat([module.weight for module in modules])
         sizes = [module.out_features for module in modules]
-        for module, part in zip(modules, weight.split(sizes), strict=True):
+        for module, part in zip(modules, torch.split(weight, sizes), strict=True):
             module.weight = nn.Parameter(part, requires_grad=False)
-        biases = [module.bias for module in modules if module.bias is not None]
+        biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
         assert len(biases) in (0, len(modules))
         return cls(weight, torch.cat(biases) if biases else None)
 
