@@ -82,8 +82,10 @@ class TransformersEngine:
 
 def serve(connection: Connection, name: str, model: str, dtype: str, options: dict[str, Any]) -> None:
     """The process of one engine: does each (workload, round) it is sent and answers with the seconds it took."""
-    peer = None if name == "paged" else TransformersEngine(model, dtype)
-    generate: Generate = paged_engine(model, dtype, options) if peer is None else getattr(peer, name)
+    if name.startswith("paged"):
+        generate = paged_engine(model, dtype, {"enable_prefix_caching": name == "paged"} | options)
+    else:
+        generate = getattr(TransformersEngine(model, dtype), name)
     generate(Workload("warm-up", 2, 8).conversations(0), 8)
     connection.send("ready")
     while (task := connection.recv()) is not None:
@@ -119,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, or a model folder (default: demo)")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    names = ("paged", "generate", "generate_batch")
+    names = ("paged", "paged_without_prefix_cache", "generate", "generate_batch")
     parser.add_argument("--engines", nargs="+", default=["paged", "generate"], choices=names)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
@@ -145,6 +147,8 @@ def main() -> None:
                 + (f"   {first} is {ratio:.2f}x" if engine != first else ""),
                 flush=True,
             )
+    for engine in engines.values():
+        engine.send(None)
     if arguments.output:
         pathlib.Path(arguments.output).write_text(json.dumps(results, indent=1))
 

@@ -94,6 +94,21 @@ def paged_attention(
     return out
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, with float32 products and sums whatever the types, rounded once, to the type of `x`.
+
+    Args:
+        x: [M, K]
+        weight: [N, K]; on a CPU it has to be contiguous.
+        bias: [N]
+
+    Returns:
+        [M, N]
+    """
+    y = x.float() @ weight.float().T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
 def _first_visible(q_pos: Tensor, window: int | None, chunk: int | None) -> Tensor:
     """The first key position that the query at each position sees."""
     first = torch.zeros_like(q_pos)

@@ -63,6 +63,8 @@ class Engine:
         self._scheduler = scheduler
         self._output_processor = output_processor
         self._requests: dict[str, Request] = {}
+        self._timed: dict[str, Request] = {}
+        """Those with a deadline."""
         self._metrics = EngineMetrics()
 
     @property
@@ -71,6 +73,8 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         self._requests[request.request_id] = request
+        if request.deadline is not None:
+            self._timed[request.request_id] = request
         self._scheduler.add_request(request)
 
     def abort(self, request_id: str) -> list[EngineOutput]:
@@ -111,9 +115,8 @@ class Engine:
 
     def _expire(self) -> list[EngineOutput]:
         now = time.monotonic()
-        requests = self._requests.values()
         outputs: list[EngineOutput] = []
-        for request in [one for one in requests if one.deadline is not None and one.deadline <= now]:
+        for request in [one for one in self._timed.values() if one.deadline is not None and one.deadline <= now]:
             error = RequestTimeoutError(
                 f"request {request.request_id} did not finish within its timeout "
                 f"({now - request.metrics.arrival_time:.1f} s after arrival, "
@@ -203,12 +206,17 @@ class Engine:
 
     def _fail(self, request: Request, error: Exception) -> list[EngineOutput]:
         self._scheduler.finish_all(request.sequences, FinishReason.ERROR)
-        if self._requests.pop(request.request_id, None) is None:
+        if not self._forget(request):
             return []
         self._metrics.failed(error)
         return [EngineOutput(request, error)]
 
     def _forget_if_finished(self, request: Request) -> None:
-        if request.is_finished and self._requests.pop(request.request_id, None) is not None:
+        if request.is_finished and self._forget(request):
             request.metrics.finished_time = time.monotonic()
             self._metrics.finished(request)
+
+    def _forget(self, request: Request) -> bool:
+        """False if it was forgotten before."""
+        self._timed.pop(request.request_id, None)
+        return self._requests.pop(request.request_id, None) is not None

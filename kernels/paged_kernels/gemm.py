@@ -1,0 +1,230 @@
+"""Matrix products with weights as checkpoints have them: bfloat16 in rows, so that they are held only once.
+
+Weights are widened to float32 on the way into the registers and multiplied there. With a few rows the time is that of
+reading the weights; with many it is that of float32 arithmetic, which many CPUs do faster than bfloat16's. A tile of
+columns is widened first if there are many rows, or if the depth is not a multiple of the registers' size.
+
+An element's sum is taken in an order that its depth alone decides. So a row's result does not change with the rows
+beside it nor with the number of threads, to the last bit.
+
+Numba's disk cache does not notice a change of vector.py, cpu.py or fused.py: after one, touch this file.
+"""
+
+import functools
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paged_kernels.cpu import _compile as _compile_fast
+from paged_kernels.cpu import _set_num_threads
+from paged_kernels.fused import _TYPES, _array
+from paged_kernels.vector import (
+    LANES,
+    NUM_SUMS,
+    add_dots,
+    copy_from_float32,
+    copy_in_pairs,
+    from_float32,
+    to_float32,
+)
+
+_STEP = 32  # a multiple of PAIR
+_DEPTH = 1024  # how deep to multiply in one go: a block of rows and one of columns fit in the L1 cache
+_TILE = 32  # columns that are widened together
+_MOST_ROWS = 512  # that are multiplied with a tile
+_MOST_ROWS_IN_PLACE = 64  # above, it is faster by 5 % to widen a tile of columns first
+_SERIAL_COST = 200_000  # about 10 µs: a product below is not worth other threads
+_ROWS_OF_THREAD = 48  # from so many on, threads share the rows and each widens all the weights
+
+_BLOCK = NUM_SUMS // 4  # the most rows that are multiplied at once, with four columns
+_BLOCK_OF_EIGHT = NUM_SUMS // 8  # or with eight
+_WIDTH_OF_2 = 8 if _BLOCK_OF_EIGHT >= 2 else 4
+_WIDTH_OF_3 = 8 if _BLOCK_OF_EIGHT >= 3 else 4
+
+# Nothing may be reordered.
+_compile = functools.partial(_compile_fast, fast_math=frozenset())
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `reference.linear`."""
+    (num_rows, depth), num_columns = x.shape, weight.shape[0]
+    assert weight.shape[1] == depth and weight.is_contiguous()
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if bias is not None:
+        bias = bias.float().contiguous()
+    out = x.new_empty(num_rows, num_columns)
+    addresses = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
+    args = (_TYPES[x.dtype], _TYPES[weight.dtype], *addresses, x.stride(0), num_columns, depth)
+    num_threads = 1 if num_rows * num_columns * depth < _SERIAL_COST else _set_num_threads()
+    if num_threads == 1:
+        _multiply(*args, 0, num_rows, 0, num_columns)
+    else:
+        _multiply_in_threads(*args, num_rows, num_threads)
+    return out
+
+
+@functools.partial(_compile, parallel=True)
+def _multiply_in_threads(
+    x_like: NDArray[Any],
+    weight_like: NDArray[Any],
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    stride: int,
+    num_columns: int,
+    depth: int,
+    num_rows: int,
+    num_threads: int,
+) -> None:
+    """Each thread takes some of the columns, in eights, or of the rows if there are many."""
+    num_eights = -(-num_columns // 8)
+    for thread in numba.prange(num_threads):
+        row, end_row, column, end_column = 0, num_rows, 0, num_columns
+        if num_rows < num_threads * _ROWS_OF_THREAD:
+            column = num_eights * thread // num_threads * 8
+            end_column = min(num_eights * (thread + 1) // num_threads * 8, num_columns)
+        else:
+            row, end_row = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        _multiply(
+            x_like, weight_like, x, weight, bias, out, stride, num_columns, depth, row, end_row, column, end_column
+        )
+
+
+@_compile
+def _multiply(
+    x_like: NDArray[Any],
+    weight_like: NDArray[Any],
+    x: int,
+    weight: int,
+    bias: int,
+    out: int,
+    stride: int,
+    num_columns: int,
+    depth: int,
+    row: int,
+    end_row: int,
+    column: int,
+    end_column: int,
+) -> None:
+    """The output's rows and columns within these bounds."""
+    weights = _array(weight, 0, num_columns * depth, weight_like)
+    for first in range(row, end_row, _MOST_ROWS):
+        num_rows = min(_MOST_ROWS, end_row - first)
+        rows = _aligned(num_rows, _padded(depth))
+        for r in range(num_rows):
+            _widen(_array(x, (first + r) * stride, depth, x_like), 0, depth, rows[r])
+        target = _array(out, first * num_columns, num_rows * num_columns, x_like)
+        _multiply_rows(rows, weights, bias, target, num_columns, depth, column, end_column)
+
+
+@_compile
+def _multiply_rows(
+    rows: NDArray[np.float32],
+    weights: NDArray[Any],
+    bias: int,
+    out: NDArray[Any],
+    num_columns: int,
+    depth: int,
+    column: int,
+    end_column: int,
+) -> None:
+    num_rows = len(rows)
+    reads_in_place = weights.itemsize == 2 and num_rows <= _MOST_ROWS_IN_PLACE and depth % _STEP == 0
+    tile = _aligned(_TILE, min(_DEPTH, rows.shape[1]))
+    totals = _aligned(num_rows, _TILE)
+    for first in range(column, end_column, _TILE):
+        width = min(_TILE, end_column - first)
+        _reset(totals, bias, first, width)
+        for k in range(0, depth, _DEPTH):
+            length = min(_DEPTH, depth - k)
+            if reads_in_place and width % 8 == 0:
+                _add_products(rows, k, weights, first * depth + k, depth, length, width, totals)
+            else:
+                for c in range(width):
+                    _widen(weights, (first + c) * depth + k, length, tile[c])
+                _add_products(rows, k, tile.reshape(-1), 0, tile.shape[1], _padded(length), width, totals)
+        _round(totals, width, out, first, num_columns)
+
+
+@_compile
+def _widen(source: NDArray[Any], start: int, length: int, row: NDArray[np.float32]) -> None:
+    """Copy numbers into a row in pairs, padded with zeros."""
+    whole = length // _STEP * _STEP
+    copy_in_pairs(source, start, row, 0, whole)
+    if whole < length:
+        rest = np.zeros(_STEP, np.float32)
+        for i in range(length - whole):
+            rest[i] = to_float32(source[start + whole + i])
+        copy_in_pairs(rest, 0, row, whole, _STEP)
+
+
+@_compile
+def _reset(totals: NDArray[np.float32], bias: int, first: int, width: int) -> None:
+    """Begin the sums, with the bias if there is one."""
+    totals[:] = 0
+    if bias != 0:
+        numbers = _array(bias, first, width, totals)
+        for row in range(len(totals)):
+            for c in range(width):
+                totals[row, c] = numbers[c]
+
+
+@_compile
+def _add_products(
+    rows: NDArray[np.float32],
+    k: int,
+    columns: NDArray[Any],
+    start: int,
+    stride: int,
+    length: int,
+    width: int,
+    totals: NDArray[np.float32],
+) -> None:
+    """Multiply as many rows at once as there are registers for, all blocks about as high."""
+    num_rows, depth = rows.shape
+    num_blocks = -(-num_rows // _BLOCK)
+    for block in range(num_blocks):
+        first, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
+        x, height = first * depth + k, end - first
+        for c in range(0, width, 8 if height <= _BLOCK_OF_EIGHT else 4):
+            w, t = start + c * stride, first * _TILE + c
+            if height == 1:
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 1, 8)
+            elif height == 2:
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 2, _WIDTH_OF_2)
+            elif height == 3:
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 3, _WIDTH_OF_3)
+            elif height == 4:
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 4, 4)
+            elif height == 5:
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 5, 4)
+            else:
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 6, 4)
+
+
+@_compile
+def _round(totals: NDArray[np.float32], width: int, out: NDArray[Any], first: int, num_columns: int) -> None:
+    whole = width // LANES * LANES
+    for row in range(len(totals)):
+        target = row * num_columns + first
+        copy_from_float32(totals, row * _TILE, out, target, whole)
+        for c in range(whole, width):
+            out[target + c] = from_float32(totals[row, c], out)
+
+
+@_compile
+def _padded(length: int) -> int:
+    return -(-length // _STEP) * _STEP
+
+
+@_compile
+def _aligned(num_rows: int, width: int) -> NDArray[np.float32]:
+    """Memory that begins at a multiple of 64 bytes: vectors that straddle cache lines load half as fast."""
+    memory = np.empty(num_rows * width + LANES, np.float32)
+    first = (-memory.ctypes.data % 64) // 4
+    return memory[first : first + num_rows * width].reshape(num_rows, width)
