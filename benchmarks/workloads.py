@@ -26,8 +26,9 @@ class Workload:
     name: str
     num_conversations: int
     num_tokens: int = 64
-    shared_system_prompt: bool = False
-    """All begin with one system prompt of about 480 tokens, which no engine has seen before."""
+    system: str = "template"
+    """`template`: the template's own system prompt, if it has one. `shared`: one of about 480 tokens for all, which no
+    engine has seen before. `distinct`: a short one that differs from the first words on, so that nothing is shared."""
 
     def conversations(self, round_: int) -> list[Conversation]:
         return [self._conversation(index, round_) for index in range(self.num_conversations)]
@@ -37,9 +38,13 @@ class Workload:
         task = f"Write a short paragraph about {topic}, point {index + 100 * round_}"
         question = f"{task}, and explain why it matters to people."
         user = {"role": "user", "content": question}
-        if not self.shared_system_prompt:
+        system_prompts = {
+            "shared": f"Shift {round_}. {SYSTEM_PROMPT}",
+            "distinct": f"{index + 100 * round_} is your number. You answer politely and in short sentences.",
+        }
+        if self.system not in system_prompts:
             return [user]
-        return [{"role": "system", "content": f"Shift {round_}. {SYSTEM_PROMPT}"}, user]
+        return [{"role": "system", "content": system_prompts[self.system]}, user]
 
 
 WORKLOADS = {
@@ -49,6 +54,7 @@ WORKLOADS = {
         Workload("b8", 8),
         Workload("b32", 32),
         Workload("b64", 64),
-        Workload("shared32", 32, shared_system_prompt=True),
+        Workload("shared32", 32, system="shared"),
+        Workload("distinct32", 32, system="distinct"),
     )
 }

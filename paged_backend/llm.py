@@ -26,18 +26,16 @@ from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.request import Request
 from paged_backend.engine.request_factory import Limits, RequestFactory
 from paged_backend.engine.scheduler import Scheduler
-from paged_backend.errors import EngineDeadError, InvalidRequestError
+from paged_backend.errors import EngineDeadError
 from paged_backend.handle import RequestHandle
 from paged_backend.outputs import RequestOutput
+from paged_backend.request_builder import Prompt, RequestBuilder
 from paged_backend.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`."""
 
 # Tokenising this many characters takes milliseconds: longer prompts are prepared away from the event loop.
 _MANY_CHARACTERS = 20_000
@@ -128,7 +126,7 @@ class LLM:
         `sampling_params` may be one for all, or one for each. None takes the model's recommendations, and 16 tokens.
         `use_tqdm` shows a progress bar in a terminal.
         """
-        return self._run(self._completion_requests(prompts, sampling_params, final_only=True, **options), use_tqdm)
+        return self._run(self._builder.completions(prompts, sampling_params, final_only=True, **options), use_tqdm)
 
     async def agenerate(
         self,
@@ -138,7 +136,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """`generate` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
         requests = await run_off_loop(
-            lambda: self._completion_requests(prompts, sampling_params, final_only=True, **options),
+            lambda: self._builder.completions(prompts, sampling_params, final_only=True, **options),
             is_long=_num_characters(prompts) > _MANY_CHARACTERS,
         )
         return await self._arun(requests)
@@ -152,7 +150,7 @@ class LLM:
 
         async def submit() -> RequestHandle:
             requests = await run_off_loop(
-                lambda: self._completion_requests([prompt], sampling_params, **options),
+                lambda: self._builder.completions([prompt], sampling_params, **options),
                 is_long=_num_characters(prompt) > _MANY_CHARACTERS,
             )
             return self._submit(requests)[0]
@@ -161,7 +159,7 @@ class LLM:
 
     def submit(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> RequestHandle:
         """Queue one prompt and return at once. `request_id` may be given; it must not be in use."""
-        return self._submit(self._completion_requests([prompt], sampling_params, **options))[0]
+        return self._submit(self._builder.completions([prompt], sampling_params, **options))[0]
 
     def chat(
         self,
@@ -177,7 +175,7 @@ class LLM:
         `chat_template`, `add_generation_prompt`, `continue_final_message` (go on with the last message) and
         `chat_template_kwargs`. With `sampling_params=None`, the answer ends where the model ends it.
         """
-        return self._run(self._chat_requests(messages, sampling_params, final_only=True, **options), use_tqdm)
+        return self._run(self._builder.chats(messages, sampling_params, final_only=True, **options), use_tqdm)
 
     async def achat(
         self,
@@ -187,7 +185,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """`chat` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
         requests = await run_off_loop(
-            lambda: self._chat_requests(messages, sampling_params, final_only=True, **options),
+            lambda: self._builder.chats(messages, sampling_params, final_only=True, **options),
             is_long=_num_characters(messages) > _MANY_CHARACTERS,
         )
         return await self._arun(requests)
@@ -196,7 +194,7 @@ class LLM:
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
     ) -> RequestHandle:
         """Answer one conversation, output by output as the answer grows; options as for `chat`."""
-        return self._submit(self._chat_requests([messages], sampling_params, **options))[0]
+        return self._submit(self._builder.chats([messages], sampling_params, **options))[0]
 
     def astream_chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
@@ -205,7 +203,7 @@ class LLM:
 
         async def submit() -> RequestHandle:
             requests = await run_off_loop(
-                lambda: self._chat_requests([messages], sampling_params, **options),
+                lambda: self._builder.chats([messages], sampling_params, **options),
                 is_long=_num_characters(messages) > _MANY_CHARACTERS,
             )
             return self._submit(requests)[0]
@@ -215,18 +213,16 @@ class LLM:
     def get_default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """What the model's generation_config.json recommends (temperature, top_p, top_k, min_p, repetition_penalty,
         max_tokens), with `overrides`, which win, also if they are 0."""
-        return SamplingParams(**self._default_sampling | overrides)
+        return self._builder.default_sampling_params(**overrides)
 
     def get_default_chat_params(self, **overrides: Any) -> SamplingParams:
         """The same for chats: without another limit, an answer ends where the model ends it."""
-        return SamplingParams(**{"max_tokens": None} | self._default_sampling | overrides)
+        return self._builder.default_chat_params(**overrides)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises InvalidRequestError if the model came without one."""
-        if self._tokenizer is None:
-            raise InvalidRequestError("this engine has no tokenizer: pass one to LLM(), or prompts as token ids")
-        return self._tokenizer
+        return self._builder.tokenizer
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters, taken between two steps."""
@@ -255,10 +251,9 @@ class LLM:
         self._loop = EngineLoop(max_num_queued_reqs=config.max_num_queued_reqs)
         facts = self._loop.start(lambda: _assemble(load(), config))
         self.model_name, self.max_model_len = facts.name, facts.limits.max_model_len
-        self._default_sampling = facts.default_sampling
-        self._tokenizer = facts.tokenizer
         encode_word = facts.tokenizer.encode_word if facts.tokenizer else None
-        self._factory = RequestFactory(facts.limits, encode_word=encode_word, seed=config.seed)
+        factory = RequestFactory(facts.limits, encode_word=encode_word, seed=config.seed)
+        self._builder = RequestBuilder(factory, facts.tokenizer, facts.default_sampling)
 
     @classmethod
     def _shared_slot(cls, model: Any, tokenizer: Any, config: dict[str, Any]) -> _Shared:
@@ -277,81 +272,6 @@ class LLM:
                 "not survive that, so start the process with the method 'spawn' instead"
             )
         LLM._process_id = os.getpid()
-
-    def _completion_requests(
-        self, prompts: Any, sampling_params: Any, *, final_only: bool = False, **options: Any
-    ) -> list[Request]:
-        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        params = self._params_for(len(prompts), sampling_params, self.get_default_sampling_params)
-        texts_and_ids = [self._text_and_ids(prompt) for prompt in prompts]
-        return self._requests(texts_and_ids, params, final_only, options)
-
-    def _chat_requests(
-        self,
-        messages: Any,
-        sampling_params: Any,
-        *,
-        final_only: bool = False,
-        chat_template: str | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> list[Request]:
-        conversations = list(messages) if _is_list_of_conversations(messages) else [messages]
-        params = self._params_for(len(conversations), sampling_params, self.get_default_chat_params)
-        texts_and_ids = []
-        for conversation in conversations:
-            text = self.tokenizer.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            texts_and_ids.append((text, self.tokenizer.encode_chat(text)))
-        return self._requests(texts_and_ids, params, final_only, options)
-
-    def _params_for(self, num_prompts: int, params: Any, default: Any) -> list[SamplingParams]:
-        if params is None or isinstance(params, SamplingParams):
-            return [params or default()] * num_prompts
-        each: list[SamplingParams] = list(params)
-        if len(each) != num_prompts:
-            raise InvalidRequestError(
-                f"{len(each)} sampling_params for {num_prompts} prompts; give one, or one for each"
-            )
-        return each
-
-    def _text_and_ids(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            known = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-            if not known:
-                raise InvalidRequestError(
-                    f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids': {prompt!r}"
-                )
-            prompt = known[0]
-        if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)):
-            return None, list(prompt)
-        return prompt, self.tokenizer.encode(prompt)  # type: ignore[return-value,arg-type]
-
-    def _requests(
-        self,
-        texts_and_ids: Sequence[tuple[str | None, list[int]]],
-        params: Sequence[SamplingParams],
-        final_only: bool,
-        options: dict[str, Any],
-    ) -> list[Request]:
-        """All of a call's requests, made before any of them is queued."""
-        priority = options.pop("priority", 0)
-        priorities = list(priority) if isinstance(priority, Sequence) else [priority] * len(params)
-        if len(priorities) != len(params):
-            raise InvalidRequestError(
-                f"{len(priorities)} priorities for {len(params)} prompts; give one, or one for each"
-            )
-        return [
-            self._factory.make(token_ids, one, prompt=text, priority=rank, final_only=final_only, **options)
-            for (text, token_ids), one, rank in zip(texts_and_ids, params, priorities, strict=True)
-        ]
 
     def _submit(self, requests: list[Request]) -> list[RequestHandle]:
         # The handles come first: if a Ctrl-C interrupts what follows, dropping them aborts.
@@ -414,17 +334,6 @@ def _assemble(backend: Backend, config: EngineConfig) -> tuple[Engine, _Facts]:
     )
     engine = Engine(backend.runner, backend.sampler, scheduler, processor)
     return engine, _Facts(backend.name, limits, backend.tokenizer, backend.default_sampling)
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    """Text, a mapping or a list of ids; anything else is a list of prompts."""
-    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Sequence):
-        return True
-    return bool(prompts) and all(isinstance(item, int) for item in prompts)
-
-
-def _is_list_of_conversations(messages: Any) -> bool:
-    return isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
 
 
 def _num_characters(value: Any) -> int:

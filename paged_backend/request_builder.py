@@ -1,0 +1,127 @@
+"""What callers pass to `LLM` becomes requests: prompts or chats, parameters, options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from paged_backend.chat.tokenizer import Tokenizer
+from paged_backend.engine.request import Request
+from paged_backend.engine.request_factory import RequestFactory
+from paged_backend.errors import InvalidRequestError, unknown_argument
+from paged_backend.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`."""
+
+_OPTIONS = ("request_id", "priority", "cache_salt", "timeout")
+
+
+class RequestBuilder:
+    """Makes all requests of one call before any of them is queued, so that a bad one leaves nothing behind."""
+
+    def __init__(
+        self, factory: RequestFactory, tokenizer: Tokenizer | None, default_sampling: Mapping[str, Any]
+    ) -> None:
+        self._factory = factory
+        self._tokenizer = tokenizer
+        self._default_sampling = default_sampling
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError if the model came without one."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("this engine has no tokenizer: pass one to LLM(), or prompts as token ids")
+        return self._tokenizer
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        return SamplingParams(**{**self._default_sampling, **overrides})
+
+    def default_chat_params(self, **overrides: Any) -> SamplingParams:
+        return SamplingParams(**{"max_tokens": None, **self._default_sampling, **overrides})
+
+    def completions(
+        self, prompts: Any, sampling_params: Any, *, final_only: bool = False, **options: Any
+    ) -> list[Request]:
+        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        params = _params_for(len(prompts), sampling_params, self.default_sampling_params)
+        return self._requests([self._text_and_ids(prompt) for prompt in prompts], params, final_only, options)
+
+    def chats(
+        self,
+        messages: Any,
+        sampling_params: Any,
+        *,
+        final_only: bool = False,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[Request]:
+        conversations = list(messages) if _is_list_of_conversations(messages) else [messages]
+        params = _params_for(len(conversations), sampling_params, self.default_chat_params)
+        texts = [
+            self.tokenizer.render_chat(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self._requests([(text, self.tokenizer.encode_chat(text)) for text in texts], params, final_only, options)
+
+    def _text_and_ids(self, prompt: Any) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            known = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            if not known:
+                raise InvalidRequestError(
+                    f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids': {prompt!r}"
+                )
+            prompt = known[0]
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)):
+            return None, list(prompt)
+        return prompt, self.tokenizer.encode(prompt)
+
+    def _requests(
+        self,
+        texts_and_ids: Sequence[tuple[str | None, list[int]]],
+        params: Sequence[SamplingParams],
+        final_only: bool,
+        options: dict[str, Any],
+    ) -> list[Request]:
+        for name in options:
+            if name not in _OPTIONS:
+                raise InvalidRequestError(unknown_argument("a request", name, _OPTIONS))
+        priority = options.pop("priority", 0)
+        priorities = list(priority) if isinstance(priority, Sequence) else [priority] * len(params)
+        if len(priorities) != len(params):
+            raise InvalidRequestError(
+                f"{len(priorities)} priorities for {len(params)} prompts; give one, or one for each"
+            )
+        return [
+            self._factory.make(token_ids, one, prompt=text, priority=rank, final_only=final_only, **options)
+            for (text, token_ids), one, rank in zip(texts_and_ids, params, priorities, strict=True)
+        ]
+
+
+def _params_for(num_prompts: int, params: Any, default: Callable[[], SamplingParams]) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or default()] * num_prompts
+    if not isinstance(params, Sequence) or len(params) != num_prompts:
+        given = len(params) if isinstance(params, Sequence) else repr(params)
+        raise InvalidRequestError(f"{given} sampling_params for {num_prompts} prompts; give one, or one for each")
+    return list(params)
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    """Text, a mapping or a list of ids; anything else that can be iterated over holds prompts."""
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts)
+
+
+def _is_list_of_conversations(messages: Any) -> bool:
+    return isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
