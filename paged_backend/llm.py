@@ -224,6 +224,10 @@ class LLM:
         """Raises InvalidRequestError if the model came without one."""
         return self._builder.tokenizer
 
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The Hugging Face tokenizer itself, as in vLLM."""
+        return self.tokenizer.hf_tokenizer
+
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters, taken between two steps."""
         return self._loop.call(Engine.stats)

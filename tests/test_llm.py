@@ -173,7 +173,7 @@ def test_streams_joined_are_the_whole_text_and_its_ids(llm: LLM) -> None:
 
 
 def test_a_text_prompt_is_tokenised_once_and_a_chat_as_its_template_says(llm: LLM) -> None:
-    tokenizer = make_tokenizer()
+    tokenizer = llm.get_tokenizer()
     assert solo(llm, "Hello", GREEDY).prompt_token_ids == tokenizer("Hello")["input_ids"]
     messages = [{"role": "user", "content": "Hello"}]
     (output,) = llm.chat(messages, GREEDY)

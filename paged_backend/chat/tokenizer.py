@@ -25,8 +25,9 @@ class Tokenizer:
         self._chat_template = chat_template
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._chat_template or self._tokenizer.chat_template)
+    def hf_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The one it was made of."""
+        return self._tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(text, str):
