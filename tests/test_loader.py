@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
 from helpers_models import CHAT_TEMPLATE, EOS, MAX_POSITIONS, make_model, make_tokenizer, save_model
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError, MissingExtraError, ModelError
 from paged_backend.model import demo, gguf
-from paged_backend.model.linear import PackedLinear, cpu_computes, pack_linears
+from paged_backend.model.linear import cpu_computes
 from paged_backend.model.loader import DEFAULT_MAX_MODEL_LEN, LoadedModel, load
 
 needs_bf16 = pytest.mark.skipif(not cpu_computes(torch.bfloat16), reason="this CPU has no bfloat16 arithmetic")
@@ -429,34 +428,3 @@ def test_chat_template_from_a_file(tmp_path: Path) -> None:
 def test_chat_template_file_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         make_loaded(make_model(), chat_template="nowhere.jinja")
-
-
-# --- packed linear layers ---
-
-
-@needs_bf16
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 16, 33, 64, 256])
-@torch.inference_mode()
-def test_packed_linear_gives_the_same_bits(num_rows: int, bias: bool) -> None:
-    linear = nn.Linear(96, 160, bias=bias, dtype=torch.bfloat16).requires_grad_(False)
-    x = torch.randn(1, num_rows, 96, dtype=torch.bfloat16)
-    packed = PackedLinear(linear)
-    assert torch.equal(packed(x), linear(x))
-    assert torch.equal(packed.weight, linear.weight)
-
-
-@needs_bf16
-@pytest.mark.parametrize("tied", [True, False])
-@torch.inference_mode()
-def test_packed_model_gives_the_same_bits(tied: bool) -> None:
-    model = make_model("qwen2", tie_word_embeddings=True).to(torch.bfloat16)
-    token_ids = torch.arange(30)[None]
-    expected = model(token_ids).logits
-    assert pack_linears(model, tied=tied) == 3 * 7 + tied
-    assert torch.equal(model(token_ids).logits, expected)
-
-
-def test_float32_and_trainable_layers_are_left_alone() -> None:
-    assert pack_linears(make_model()) == 0
-    assert pack_linears(make_model().to(torch.bfloat16).requires_grad_(True)) == 0
