@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
@@ -29,6 +29,7 @@ class RequestHandle:
         self._kind = request.params.output_kind or RequestOutputKind.DELTA
         self._whole = [CompletionOutput(index) for index in range(request.params.n)]
         self._error: Exception | None = None
+        self._lock = threading.Lock()
         self._is_exhausted = False
         self._num_yielded = 0
         self._abort = weakref.finalize(self, loop.abort, request)
@@ -48,14 +49,16 @@ class RequestHandle:
         (the request goes on)."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.finished:
-            self._read(self._outbox.take(None if deadline is None else max(0.0, deadline - time.monotonic())))
+            self._outbox.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._read()
         return self._result()
 
     async def aresult(self) -> RequestOutput:
         """Wait for the whole output; cancelling the task aborts the request."""
         try:
             while not self.finished:
-                self._read(await self._outbox.take_async())
+                await self._outbox.wait_async()
+                self._read()
         except BaseException:
             self.abort()
             raise
@@ -78,7 +81,8 @@ class RequestHandle:
 
     def __next__(self) -> RequestOutput:
         while not self._is_over():
-            output = self._output(self._read(self._outbox.take()))
+            self._outbox.wait()
+            output = self._output(self._read())
             if output is not None:
                 return output
         raise StopIteration
@@ -89,7 +93,8 @@ class RequestHandle:
     async def __anext__(self) -> RequestOutput:
         try:
             while not self._is_over():
-                output = self._output(self._read(await self._outbox.take_async()))
+                await self._outbox.wait_async()
+                output = self._output(self._read())
                 if output is not None:
                     return output
         except BaseException:
@@ -122,15 +127,16 @@ class RequestHandle:
             raise self._error
         return self.finished
 
-    def _read(self, items: Iterable[News]) -> list[CompletionOutput]:
-        """Add news to the whole output; returns them joined, one per sample."""
+    def _read(self) -> list[CompletionOutput]:
+        """Add the news to the whole output; returns them joined, one per sample. One reader at a time, in order."""
         news: dict[int, CompletionOutput] = {}
-        for item in items:
-            if isinstance(item, Exception):
-                self._error = item
-                continue
-            _extend(news.setdefault(item.index, CompletionOutput(item.index)), item)
-            _extend(self._whole[item.index], item)
+        with self._lock:
+            for item in self._outbox.take():
+                if isinstance(item, Exception):
+                    self._error = item
+                    continue
+                _extend(news.setdefault(item.index, CompletionOutput(item.index)), item)
+                _extend(self._whole[item.index], item)
         if self.finished:
             self._abort.detach()
         return list(news.values())
@@ -170,7 +176,9 @@ def _extend(whole: CompletionOutput, news: CompletionOutput) -> None:
     whole.token_ids += news.token_ids
     whole.cumulative_logprob = news.cumulative_logprob
     if news.logprobs is not None:
-        whole.logprobs = (whole.logprobs or []) + news.logprobs
+        if whole.logprobs is None:
+            whole.logprobs = []
+        whole.logprobs += news.logprobs
     whole.finish_reason, whole.stop_reason = news.finish_reason, news.stop_reason
 
 

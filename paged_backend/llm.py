@@ -41,10 +41,11 @@ logger = logging.getLogger(__name__)
 _MANY_CHARACTERS = 20_000
 
 
-class _Shared:
-    """One of the process-wide LLMs, from before it is loaded."""
+class _SharedLLM:
+    """One of the process-wide LLMs, from before it is loaded; `key_objects` are kept, since it is known by their ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, key_objects: tuple[object, object]) -> None:
+        self.key_objects = key_objects
         self.lock = threading.Lock()
         self.llm: LLM | None = None
 
@@ -65,7 +66,7 @@ class LLM:
     raise InvalidRequestError, and then nothing of the call was queued.
     """
 
-    _shared: ClassVar[dict[Any, _Shared]] = {}
+    _shared: ClassVar[dict[Any, _SharedLLM]] = {}
     _shared_lock: ClassVar[threading.Lock] = threading.Lock()
     _process_id: ClassVar[int | None] = None
 
@@ -75,7 +76,6 @@ class LLM:
         tokenizer: str | PreTrainedTokenizerBase | None = None,
         **config: Any,
     ) -> None:
-        self._check_process()
         checked = EngineConfig(**config)
         self._start(lambda: load_backend(model, tokenizer, checked), checked)
 
@@ -117,14 +117,14 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
         **options: Any,
     ) -> list[RequestOutput]:
         """Complete prompts; one output per prompt, in order.
 
         `sampling_params` may be one for all, or one for each. None takes the model's recommendations, and 16 tokens.
-        `use_tqdm` shows a progress bar in a terminal.
+        `use_tqdm` shows a progress bar in a terminal. If one request fails (by its `timeout`, say), its error is raised
+        and the others are aborted; `submit` keeps them apart.
         """
         return self._run(self._builder.completions(prompts, sampling_params, final_only=True, **options), use_tqdm)
 
@@ -165,7 +165,6 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
         **options: Any,
     ) -> list[RequestOutput]:
@@ -251,6 +250,8 @@ class LLM:
         self.close()
 
     def _start(self, load: Callable[[], Backend], config: EngineConfig) -> None:
+        self._check_process()
+        LLM._process_id = os.getpid()
         self.config = config
         self._loop = EngineLoop(max_num_queued_reqs=config.max_num_queued_reqs)
         facts = self._loop.start(lambda: _assemble(load(), config))
@@ -260,12 +261,13 @@ class LLM:
         self._builder = RequestBuilder(factory, facts.tokenizer, facts.default_sampling)
 
     @classmethod
-    def _shared_slot(cls, model: Any, tokenizer: Any, config: dict[str, Any]) -> _Shared:
+    def _shared_slot(cls, model: Any, tokenizer: Any, config: dict[str, Any]) -> _SharedLLM:
         """Models and tokenizers that are objects count as equal if they are the same object."""
+        cls._check_process()
         parts = (os.fspath(part) if isinstance(part, (str, os.PathLike)) else id(part) for part in (model, tokenizer))
         key = (*parts, EngineConfig(**config))
         with cls._shared_lock:
-            return cls._shared.setdefault(key, _Shared())
+            return cls._shared.setdefault(key, _SharedLLM((model, tokenizer)))
 
     @classmethod
     def _check_process(cls) -> None:
@@ -275,7 +277,6 @@ class LLM:
                 f"this process was forked from process {LLM._process_id}, which has used an LLM; torch's threads do "
                 "not survive that, so start the process with the method 'spawn' instead"
             )
-        LLM._process_id = os.getpid()
 
     def _submit(self, requests: list[Request]) -> list[RequestHandle]:
         # The handles come first: if a Ctrl-C interrupts what follows, dropping them aborts.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from numbers import Integral
+from typing import Any, NamedTuple
 
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.engine.request import Request
@@ -12,9 +13,17 @@ from paged_backend.errors import InvalidRequestError, unknown_argument
 from paged_backend.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`."""
+"""Text, token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, which may hold a `cache_salt` too."""
 
 _OPTIONS = ("request_id", "priority", "cache_salt", "timeout")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_NOT_AVAILABLE_YET = ("lora_request", "tools", "prompt_adapter_request")
+
+
+class _Prompt(NamedTuple):
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str | None = None
 
 
 class RequestBuilder:
@@ -45,7 +54,7 @@ class RequestBuilder:
     ) -> list[Request]:
         prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
         params = _params_for(len(prompts), sampling_params, self.default_sampling_params)
-        return self._requests([self._text_and_ids(prompt) for prompt in prompts], params, final_only, options)
+        return self._requests([self._read(prompt) for prompt in prompts], params, final_only, options)
 
     def chats(
         self,
@@ -71,30 +80,40 @@ class RequestBuilder:
             )
             for conversation in conversations
         ]
-        return self._requests([(text, self.tokenizer.encode_chat(text)) for text in texts], params, final_only, options)
+        prompts = [_Prompt(text, self.tokenizer.encode_chat(text)) for text in texts]
+        return self._requests(prompts, params, final_only, options)
 
-    def _text_and_ids(self, prompt: Any) -> tuple[str | None, list[int]]:
+    def _read(self, prompt: Any) -> _Prompt:
         if isinstance(prompt, Mapping):
+            for key in prompt:
+                if key not in _PROMPT_KEYS:
+                    raise InvalidRequestError(unknown_argument("a prompt", key, _PROMPT_KEYS))
             known = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
             if not known:
                 raise InvalidRequestError(
                     f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids': {prompt!r}"
                 )
-            prompt = known[0]
+            return self._read(known[0])._replace(cache_salt=prompt.get("cache_salt"))
+        if hasattr(prompt, "tolist"):  # an array of ids
+            prompt = prompt.tolist()
         if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)):
-            return None, list(prompt)
-        return prompt, self.tokenizer.encode(prompt)
+            return _Prompt(None, [int(item) if isinstance(item, Integral) else item for item in prompt])
+        return _Prompt(prompt, self.tokenizer.encode(prompt))
 
     def _requests(
         self,
-        texts_and_ids: Sequence[tuple[str | None, list[int]]],
+        prompts: Sequence[_Prompt],
         params: Sequence[SamplingParams],
         final_only: bool,
         options: dict[str, Any],
     ) -> list[Request]:
+        options = {name: value for name, value in options.items() if name not in _NOT_AVAILABLE_YET or value}
         for name in options:
+            if name in _NOT_AVAILABLE_YET:
+                raise InvalidRequestError(f"{name} is not available yet; leave it out")
             if name not in _OPTIONS:
                 raise InvalidRequestError(unknown_argument("a request", name, _OPTIONS))
+        salt = options.pop("cache_salt", None)
         priority = options.pop("priority", 0)
         priorities = list(priority) if isinstance(priority, Sequence) else [priority] * len(params)
         if len(priorities) != len(params):
@@ -102,8 +121,16 @@ class RequestBuilder:
                 f"{len(priorities)} priorities for {len(params)} prompts; give one, or one for each"
             )
         return [
-            self._factory.make(token_ids, one, prompt=text, priority=rank, final_only=final_only, **options)
-            for (text, token_ids), one, rank in zip(texts_and_ids, params, priorities, strict=True)
+            self._factory.make(
+                prompt.token_ids,
+                one,
+                prompt=prompt.text,
+                priority=rank,
+                cache_salt=salt if prompt.cache_salt is None else prompt.cache_salt,
+                final_only=final_only,
+                **options,
+            )
+            for prompt, one, rank in zip(prompts, params, priorities, strict=True)
         ]
 
 
@@ -120,7 +147,9 @@ def _is_one_prompt(prompts: Any) -> bool:
     """Text, a mapping or a list of ids; anything else that can be iterated over holds prompts."""
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return True
-    return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts)
+    if getattr(prompts, "ndim", None) == 1:
+        return True
+    return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, Integral) for item in prompts)
 
 
 def _is_list_of_conversations(messages: Any) -> bool:

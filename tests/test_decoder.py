@@ -72,7 +72,7 @@ def test_a_fused_decoder_that_is_wrong_is_not_used(
     monkeypatch.setattr("paged_backend.model.decoder.rotary", lambda *args: None)
     with caplog.at_level(logging.WARNING), LLM(folder, dtype="float32", kv_cache_memory="4MiB") as llm:
         outputs = llm.generate(PROMPTS, GREEDY)
-    assert "without the fused decoder" in caplog.text
+    assert "not using the fused decoder" in caplog.text
     assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in right]
 
 

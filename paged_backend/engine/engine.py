@@ -191,7 +191,7 @@ class Engine:
         request = sequence.request
         logger.error("the tokens of request %s could not be written as text", request.request_id, exc_info=error)
         failure = EngineError(f"the output could not be decoded: {type(error).__name__}: {error}")
-        failure.__cause__ = error
+        failure.__cause__ = error.with_traceback(None)  # whose frames hold the engine
         return self._fail(request, failure)
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineOutput]:
@@ -200,7 +200,7 @@ class Engine:
         outputs: list[EngineOutput] = []
         for request in requests.values():
             failure = EngineError(f"the step failed with {type(error).__name__}: {error}")
-            failure.__cause__ = error
+            failure.__cause__ = error.with_traceback(None)  # whose frames hold the engine
             outputs += self._fail(request, failure)
         return outputs
 

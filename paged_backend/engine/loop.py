@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -80,6 +81,8 @@ class EngineLoop:
             self._stop.detach()  # do not wait for a model to be loaded that nobody wants any more
             self._shared.inbox.put(None)
             raise
+        finally:
+            del told  # which holds the error, whose traceback holds this frame, and the frames that hold a model
 
     def submit(self, requests: list[Request], outboxes: list[Outbox[News]]) -> None:
         """Queue all of them or, if that is impossible, none; the news of each will be in its outbox.
@@ -176,6 +179,7 @@ def _run(build: Callable[[], tuple[Engine, T]], told: Future[T], shared: _Shared
     except BaseException as error:
         shared.dead = f"the engine could not be made: {error}"
         told.set_exception(error)
+        traceback.clear_frames(error.__traceback__)
         return
     told.set_result(facts)
     del build, told, facts
@@ -213,15 +217,19 @@ def _add(engine: Engine, requests: Iterable[Request]) -> list[EngineOutput]:
 def _deliver(shared: _Shared, outputs: list[EngineOutput]) -> None:
     if not outputs:
         return
+    last = {request.request_id: news for request, news in outputs if _is_over(request, news)}
     with shared.lock:
         readers = [shared.readers.get(request.request_id) for request, _ in outputs]
         # First, so that who reads the end of a request may use its id again.
-        for request, news in outputs:
-            if isinstance(news, Exception) or request.is_finished:
-                shared.readers.pop(request.request_id, None)
-    for reader, (_, news) in zip(readers, outputs, strict=True):
+        for request_id in last:
+            shared.readers.pop(request_id, None)
+    for reader, (request, news) in zip(readers, outputs, strict=True):
         if reader is not None:
-            reader.outbox.put(news)
+            reader.outbox.put(news, is_last=news is last.get(request.request_id))
+
+
+def _is_over(request: Request, news: News) -> bool:
+    return isinstance(news, Exception) or request.is_finished
 
 
 def _die(engine: Engine, shared: _Shared, reason: str) -> None:
@@ -231,7 +239,7 @@ def _die(engine: Engine, shared: _Shared, reason: str) -> None:
         readers = list(shared.readers.values())
         shared.readers.clear()
     for reader in readers:
-        reader.outbox.put(EngineDeadError(reason))
+        reader.outbox.put(EngineDeadError(reason), is_last=True)
     with contextlib.suppress(Exception):
         engine.fail_all(EngineDeadError(reason))
     while True:  # callers of `call` that came too late

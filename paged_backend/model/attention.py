@@ -104,6 +104,8 @@ class PagedLayers:
         """query [T, H, D], key [T, K, D], value [T, K, Dv] -> [T, H, Dv]; sinks [H]."""
         spec, (k_cache, v_cache) = next(self._layers)
         metadata = self._metadata
+        # Some models compute rotary positions, and so keys, in float32.
+        key, value = key.to(k_cache.dtype), value.to(v_cache.dtype)
         paged_kernels.store_kv(key, value, k_cache, v_cache, metadata.slot_mapping)
         return paged_kernels.paged_attention(
             query,

@@ -12,12 +12,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from paged_backend.model.attention import PagedLayers
 from paged_backend.model.linear import Linear
 from paged_kernels import add_rms_norm, rotary, silu_and_mul
 
-_CLASSES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+_LINEARS = ("_proj", "lm_head")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -69,11 +71,11 @@ class FusedDecoder:
     def can_run(model: Any) -> bool:
         """Whether the model is of a class, and its tensors are of a kind, that this code knows."""
         return (
-            type(model).__name__ in _CLASSES
+            type(model) in _CLASSES
             and model.device.type == "cpu"
             and model.dtype in (torch.float32, torch.bfloat16)
             and model.config.hidden_act in _ACTIVATIONS
-            and all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
+            and all(type(module) is nn.Linear for name, module in model.named_modules() if name.endswith(_LINEARS))
         )
 
     def __call__(self, layers: PagedLayers, input_ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:

@@ -209,6 +209,8 @@ def _check_passed(model: PreTrainedModel, config: EngineConfig) -> None:
     _check_architecture(model.config, model.name_or_path or kind)
     if not model.can_generate():
         raise ModelError(f"a {kind} cannot generate text; load it with AutoModelForCausalLM")
+    if model.dtype not in _DTYPES.values():
+        raise ModelError(f"the {kind} is in {model.dtype}; call model.to() with one of {', '.join(_DTYPES)}")
     if model.training:
         raise ModelError(f"the {kind} is in training mode; call model.eval() first")
     devices = {parameter.device.type for parameter in model.parameters()}
@@ -270,6 +272,10 @@ def _length_limit(config: PreTrainedConfig) -> int | None:
     if limit is not None and rope.get("rope_type") == "yarn":
         # YaRN is switched on by hand, as a rule without raising max_position_embeddings.
         return max(limit, int(rope.get("original_max_position_embeddings", limit) * rope["factor"]))
+    if limit is not None and rope.get("rope_type") == "longrope":
+        # transformers chooses between two sets of frequencies by the longest sequence of the batch, so that one could
+        # change another's result. Up to this length, it is always the same set.
+        return int(rope.get("original_max_position_embeddings") or limit)
     return limit
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +47,7 @@ class ModelRunner:
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._block_size = config.block_size
         with torch.inference_mode():
-            probe = probe_token_ids(self.vocab_size, loaded.max_model_len)
+            probe = probe_token_ids(self.vocab_size, loaded.max_model_len, config.block_size)
             expected = self._plain_logits(probe)
             model.set_attn_implementation(PAGED)
             self._specs = self._record_layers(probe)
@@ -55,9 +56,11 @@ class ModelRunner:
             self._kv_cache = kv_cache.allocate(
                 self._specs, self.num_blocks, config.block_size, model.dtype, self.device
             )
-            self.kv_cache_bytes = self.num_blocks * bytes_per_block
             self._decoder: FusedDecoder | None = None
-            self._choose_code(loaded, lambda: check_logits(self, probe, expected, config.block_size, name=loaded.name))
+            check = functools.partial(
+                check_logits, self, probe, expected, block_size=config.block_size, dtype=model.dtype, name=loaded.name
+            )
+            self._choose_code(loaded, check)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
@@ -96,7 +99,7 @@ class ModelRunner:
             try:
                 return check()
             except ModelError as error:
-                logger.warning("%s; going on without the fused decoder", error)
+                logger.warning("not using the fused decoder: %s", error)
                 self._decoder = None
         speed_up_linears(self._model)
         check()
@@ -161,6 +164,6 @@ def _rows_to_keep(scheduled: list[ScheduledSequence]) -> np.ndarray:
 
 
 def _twin(model: Any) -> Any:
-    """A copy of the modules and the configuration that shares every parameter and buffer with the original."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    """A copy of the modules, buffers and configuration that shares every parameter with the original."""
+    shared = {id(parameter): parameter for parameter in model.parameters()}
     return copy.deepcopy(model, shared).eval()

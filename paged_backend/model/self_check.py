@@ -13,7 +13,7 @@ from paged_backend.engine.scheduler import Scheduler, SchedulerOutput
 from paged_backend.errors import ModelError
 from paged_backend.sampling_params import SamplingParams
 
-_NUM_PROBE_TOKENS = 24
+_LEAST_PROBE, _MOST_PROBE = 24, 72
 _CHUNK = 7
 # Two right runs differ by rounding. A wrong mask, position or state differs by the logits' own size.
 _LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
@@ -25,21 +25,23 @@ class _Runner(Protocol):
     def execute(self, output: SchedulerOutput) -> Tensor: ...
 
 
-def probe_token_ids(vocab_size: int, max_model_len: int) -> list[int]:
-    """Some ids, spread over the vocabulary."""
-    length = min(_NUM_PROBE_TOKENS, max_model_len - 1)
+def probe_token_ids(vocab_size: int, max_model_len: int, block_size: int) -> list[int]:
+    """Some ids, spread over the vocabulary; more than fit in a block, unless blocks are very large."""
+    length = min(max(_LEAST_PROBE, block_size + _CHUNK), _MOST_PROBE, max_model_len - 1)
     return [(7 + 7919 * i) % vocab_size for i in range(length)]
 
 
-def check_logits(runner: _Runner, token_ids: list[int], expected: Tensor, block_size: int, *, name: str) -> None:
+def check_logits(
+    runner: _Runner, token_ids: list[int], expected: Tensor, *, block_size: int, dtype: torch.dtype, name: str
+) -> None:
     """Compute two copies of the probe in chunks, packed into the same steps, and compare all logits.
 
-    `expected` [T, V] comes from a plain forward.
-    Raises ModelError with the difference.
+    `expected` [T, V] comes from a plain forward of the model, which computes in `dtype`. Raises ModelError with the
+    difference.
     """
     manager = KVCacheManager(runner.num_blocks, block_size, enable_prefix_caching=False)
     scheduler = Scheduler(manager, max_num_seqs=2, max_num_batched_tokens=_CHUNK, max_model_len=len(token_ids) + 1)
-    length = min(len(token_ids), scheduler.max_len // 2 - 1)
+    length = min(len(token_ids), max(1, manager.num_slots // 2 - 1))
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     for copy in range(2):
         request = Request(
@@ -57,7 +59,7 @@ def check_logits(runner: _Runner, token_ids: list[int], expected: Tensor, block_
         for sequence, _ in scheduler.advance(output):
             scheduler.update(sequence, 0)
     largest = max(_difference(torch.cat(parts), expected[:length]) for parts in logits.values())
-    limit = _LARGEST_DIFFERENCE[expected.dtype]
+    limit = _LARGEST_DIFFERENCE[dtype]
     if not largest <= limit:
         raise ModelError(
             f"{name}: the packed run differs from a plain run by {largest:.2g} standard deviations of the logits "
