@@ -25,8 +25,8 @@ class NullRunner:
 
     vocab_size = 1000
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
 
     def execute(self, output: object) -> None:
         return None
@@ -53,13 +53,13 @@ def main() -> None:
     num_outputs = [lengths.randint(16, 256) for _ in prompts]
     backend = Backend(
         name="null",
-        runner=NullRunner(arguments.cache_tokens // arguments.block_size),
+        runner=NullRunner(arguments.cache_tokens // arguments.block_size, arguments.block_size),
         sampler=NullSampler(),
         tokenizer=None,
         max_model_len=856,
     )
     params = [SamplingParams(max_tokens=num) for num in num_outputs]
-    with LLM.from_backend(backend, block_size=arguments.block_size, max_num_batched_tokens=512) as llm:
+    with LLM.from_backend(backend, max_num_batched_tokens=512) as llm:
         llm.generate(prompts, params, use_tqdm=False)
         stats = llm.stats()
     # Over its life a request holds its whole reservation while its length grows from the prompt's to the last.

@@ -20,6 +20,7 @@ class AsyncStream:
         self._submit = submit
         self._handle: RequestHandle | None = None
         self._is_closed = False
+        self._lock = asyncio.Lock()
 
     def __aiter__(self) -> Self:
         return self
@@ -27,8 +28,9 @@ class AsyncStream:
     async def __anext__(self) -> RequestOutput:
         if self._is_closed:
             raise StopAsyncIteration
-        if self._handle is None:
-            self._handle = await self._submit()
+        async with self._lock:  # several tasks may read one stream
+            if self._handle is None:
+                self._handle = await self._submit()
         return await self._handle.__anext__()
 
     async def aclose(self) -> None:

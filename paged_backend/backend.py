@@ -20,6 +20,8 @@ class Runner(engine.Runner, Protocol):
     vocab_size: int
     num_blocks: int
     """Blocks of the KV cache it holds."""
+    block_size: int
+    """Tokens per block."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

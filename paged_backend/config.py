@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 
@@ -10,6 +11,7 @@ from paged_backend.errors import ConfigError
 from paged_backend.fields import Checker, rejects_unknown_arguments
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPE_SPELLINGS = {"half": "float16", "float": "float32"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -22,7 +24,8 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
-    """`auto` (the checkpoint's; float32 where a CPU has no bfloat16 arithmetic), `float32`, `bfloat16`, `float16`."""
+    """`auto` (the checkpoint's; float32 where a CPU has no bfloat16 arithmetic), `float32`, `bfloat16`, `float16`; also
+    `float`, `half` or a torch.dtype."""
     device: str = "auto"
     """`auto`, `cpu` or `cuda`, as torch spells it."""
     max_model_len: int | None = None
@@ -30,8 +33,8 @@ class EngineConfig:
     kv_cache_memory: int | str | None = None
     """Memory for keys and values, in bytes or as `"2GiB"`; None: a share of what is free."""
     gpu_memory_utilization: float = 0.9
-    """The share of free device memory the KV cache may take when `kv_cache_memory` is None. On a CPU, where the
-    memory is everybody's, a third of this share, and 4 GiB at most."""
+    """The share of the device memory that is free when the model is loaded that the KV cache may take when
+    `kv_cache_memory` is None. On a CPU, where the memory is everybody's, a third of this share, and 4 GiB at most."""
     block_size: int = 16
     """Tokens per block, 1 to 256."""
     num_gpu_blocks_override: int | None = None
@@ -46,8 +49,10 @@ class EngineConfig:
     """Most requests waiting for their first step; one more raises `OverloadedError`. None: no limit."""
     max_logprobs: int = 20
     """Largest `logprobs` and `prompt_logprobs` a request may ask for; -1: no limit."""
-    seed: int = 0
-    """Where requests without a seed draw theirs from."""
+    seed: int | None = 0
+    """Where requests without a seed draw theirs from; None: anew in each process."""
+    enforce_eager: bool = False
+    """Makes no difference yet, since nothing is compiled or captured into graphs."""
     quantization: str | None = None
     """Not available yet; None."""
     tensor_parallel_size: int = 1
@@ -68,18 +73,20 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check = Checker(ConfigError, self)
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", _DTYPE_SPELLINGS.get(dtype, dtype))
         check.choice("dtype", DTYPES)
         check.choice("generation_config", ("auto", "none"))
         check.integer("max_model_len", 2, optional=True)
         check.number("gpu_memory_utilization", 0.0, 1.0, open_low=True)
         check.integer("block_size", 1, 256)
-        check.integer("num_gpu_blocks_override", 1, optional=True)
+        check.integer("num_gpu_blocks_override", 2, optional=True)
         check.integer("max_num_seqs", 1)
         check.integer("max_num_batched_tokens", 1)
         check.integer("max_num_queued_reqs", 1, optional=True)
         check.integer("max_logprobs", -1)
-        check.integer("seed", 0, 2**63 - 1)
-        check.flag("enable_prefix_caching", "trust_remote_code")
+        check.integer("seed", 0, 2**63 - 1, optional=True)
+        check.flag("enable_prefix_caching", "trust_remote_code", "enforce_eager")
         object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         for name, only in (("quantization", None), ("tensor_parallel_size", 1), ("swap_space", 0)):
             if getattr(self, name) != only:
@@ -97,7 +104,8 @@ def parse_bytes(value: int | str | None) -> int | None:
     match = (
         re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
     )
-    num_bytes = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
+    number = float(match[1]) * _UNITS[(match[2] or "").upper()] if match else 0.0
+    num_bytes = int(number) if math.isfinite(number) else 0
     if num_bytes <= 0:
         raise ConfigError(
             f"kv_cache_memory={value!r} must be a number of bytes > 0, or a string like '2GiB' or '500MB'"

@@ -33,6 +33,14 @@ def rejects_unknown_arguments(error: type[PagedBackendError]) -> Callable[[type[
     return decorate
 
 
+def is_finite(value: float) -> bool:
+    """`math.isfinite`, also for integers that no float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 class Checker:
     """Raises `error` with the name, the value and the limit of the first field that is out of range."""
 
@@ -54,7 +62,7 @@ class Checker:
     def number(self, name: str, low: float, high: float, *, open_low: bool = False) -> None:
         value = getattr(self._settings, name)
         limit = f"a number in {'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not is_finite(value):
             self.fail(name, limit)
         if value > high or value < low or (open_low and value == low):
             self.fail(name, limit)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -42,7 +43,7 @@ _MANY_CHARACTERS = 20_000
 
 
 class _SharedLLM:
-    """One of the process-wide LLMs, from before it is loaded; `key_objects` are kept, since it is known by their ids."""
+    """One of the process-wide LLMs, from before it is loaded. It keeps the objects by whose ids it is known."""
 
     def __init__(self, key_objects: tuple[object, object]) -> None:
         self.key_objects = key_objects
@@ -81,7 +82,8 @@ class LLM:
 
     @classmethod
     def from_backend(cls, backend: Backend, **config: Any) -> Self:
-        """An LLM on a runner of your own; `config` as for the constructor."""
+        """An LLM on a runner of your own, which decides over device, type, blocks and lengths; of `config`, what is for
+        the scheduler counts."""
         llm = cls.__new__(cls)
         llm._start(lambda: backend, EngineConfig(**config))
         return llm
@@ -250,6 +252,8 @@ class LLM:
         self.close()
 
     def _start(self, load: Callable[[], Backend], config: EngineConfig) -> None:
+        self.instance_id = uuid.uuid4().hex
+        """Tells this engine from all others, also from those of models with the same name."""
         self._check_process()
         LLM._process_id = os.getpid()
         self.config = config
@@ -317,7 +321,7 @@ class _Facts(NamedTuple):
 
 def _assemble(backend: Backend, config: EngineConfig) -> tuple[Engine, _Facts]:
     manager = KVCacheManager(
-        backend.runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        backend.runner.num_blocks, backend.runner.block_size, enable_prefix_caching=config.enable_prefix_caching
     )
     scheduler = Scheduler(
         manager,
@@ -335,7 +339,7 @@ def _assemble(backend: Backend, config: EngineConfig) -> tuple[Engine, _Facts]:
     )
     logger.info(
         "%s is ready: %d blocks of %d tokens, so that %d tokens fit in the KV cache",
-        *(backend.name, manager.pool.num_blocks, config.block_size, manager.num_slots),
+        *(backend.name, manager.pool.num_blocks, manager.block_size, manager.num_slots),
     )
     engine = Engine(backend.runner, backend.sampler, scheduler, processor)
     return engine, _Facts(backend.name, limits, backend.tokenizer, backend.default_sampling)

@@ -120,17 +120,16 @@ class RequestBuilder:
             raise InvalidRequestError(
                 f"{len(priorities)} priorities for {len(params)} prompts; give one, or one for each"
             )
+        each = [
+            {"priority": rank, "cache_salt": salt if prompt.cache_salt is None else prompt.cache_salt, **options}
+            for prompt, rank in zip(prompts, priorities, strict=True)
+        ]
+        calls = list(zip(prompts, params, each, strict=True))
+        for prompt, one, extras in calls:
+            self._factory.check(prompt.token_ids, one, **extras)
         return [
-            self._factory.make(
-                prompt.token_ids,
-                one,
-                prompt=prompt.text,
-                priority=rank,
-                cache_salt=salt if prompt.cache_salt is None else prompt.cache_salt,
-                final_only=final_only,
-                **options,
-            )
-            for prompt, one, rank in zip(prompts, params, priorities, strict=True)
+            self._factory.make(prompt.token_ids, one, prompt=prompt.text, final_only=final_only, **extras)
+            for prompt, one, extras in calls
         ]
 
 

@@ -94,7 +94,8 @@ class SamplingParams:
     logprob_token_ids: Sequence[int] | None = None
     """Up to 128 ids whose log-probabilities are added to `logprobs`."""
     bad_words: Sequence[str] | None = None
-    """Words that must not be generated, neither at the start of a text nor after a space."""
+    """Words that must not be generated, at the start of a text or after a space, in the ids the tokenizer gives them.
+    Other ids that spell the same word are not looked for."""
     allowed_token_ids: Sequence[int] | None = None
     """If given, nothing but these ids is generated (and the model's end tokens, only if they are among them)."""
     logit_bias: Mapping[int, float] | None = None
@@ -111,6 +112,10 @@ class SamplingParams:
     """None: the whole at the end from `generate`, deltas from `stream`."""
     stream_interval: int = 1
     """Tokens per streamed output, at least 1."""
+    structured_outputs: None = None
+    """Not available yet."""
+    thinking_token_budget: None = None
+    """Not available yet."""
     extra_args: Mapping[str, Any] | None = None
     """Carried along for extensions; the engine does not look at it."""
 
@@ -189,6 +194,9 @@ class SamplingParams:
             check.fail("stop", "empty when detokenize=False, since stop strings are searched in the text")
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             check.fail("output_kind", "a RequestOutputKind or None")
+        for name in ("structured_outputs", "thinking_token_budget"):
+            if getattr(self, name) is not None:
+                check.fail(name, "None, since it is not available yet")
         if self.repetition_detection is not None and not isinstance(self.repetition_detection, RepetitionDetection):
             check.fail("repetition_detection", "a RepetitionDetection or None")
 
@@ -205,11 +213,14 @@ def _normalised_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
         raise InvalidRequestError(f"logit_bias={bias!r} is out of range: it must map token ids to numbers")
     result: dict[int, float] = {}
     for key, value in bias.items():
-        try:
-            token_id, number = int(key), float(value)
-        except (TypeError, ValueError):
-            raise InvalidRequestError(f"logit_bias={{{key!r}: {value!r}}} must map token ids to numbers") from None
-        if token_id < 0 or not -100.0 <= number <= 100.0:
-            raise InvalidRequestError(f"logit_bias={{{key!r}: {value!r}}}: ids are ≥ 0 and values in [-100, 100]")
-        result[token_id] = number
+        is_id = (isinstance(key, int) and not isinstance(key, bool)) or (isinstance(key, str) and key.isdecimal())
+        if not is_id or int(key) < 0 or not _is_bias(value):
+            raise InvalidRequestError(
+                f"logit_bias={{{key!r}: {value!r}}} is out of range: it must map token ids to numbers in [-100, 100]"
+            )
+        result[int(key)] = float(value)
     return result
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -100 <= value <= 100

@@ -95,10 +95,10 @@ def test_a_rendered_chat_may_be_sent_as_a_plain_prompt() -> None:
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_a_text_survives_encoding_and_decoding(text: str) -> None:
     tokenizer = Tokenizer(make_hf_tokenizer(add_bos=False))
-    without_special, with_special = tokenizer.decoder()
+    decoder = tokenizer.decoder()
     ids = tokenizer.encode(text)
 
-    assert tokenizer.decode(ids) == without_special(ids) == with_special(ids) == text
+    assert tokenizer.decode(ids) == decoder.without_special(ids) == decoder.with_special(ids) == text
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "a\udc00b", "\ude42\ud83d"])

@@ -75,7 +75,7 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("logit_bias", {5: "much"}, "token ids to numbers"),
     ("logit_bias", {"5": 1000}, "[-100, 100]"),
     ("logit_bias", {5: math.nan}, "[-100, 100]"),
-    ("logit_bias", {-5: 1}, "≥ 0"),
+    ("logit_bias", {-5: 1}, "token ids to numbers"),
     ("logit_bias", [5], "map token ids"),
     ("output_kind", "delta", "RequestOutputKind"),
     ("repetition_detection", {"max_pattern_size": 3}, "RepetitionDetection"),

@@ -228,6 +228,9 @@ class ChatPaged(RequestSettings, BaseChatModel):
         # LangChain puts the call's stop under `stop`, also if there is none, and would hide the field's.
         settings["stop_sequences"] = settings.pop("stop")
         given = {name: value for name, value in settings.items() if value is not None}
+        if self.llm is not None:
+            # Models that were loaded by hand may share a name.
+            given["llm"] = self.llm.instance_id
         return {"model": self.model, "engine_kwargs": _differences_from_default(self._engine_config), **given}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +23,14 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is not None and (backend.truncation or backend.padding):
+            # Each call would switch these off, and another thread's call may be using them.
+            tokenizer = copy.deepcopy(tokenizer)
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        bos = tokenizer.bos_token_id
+        self._adds_bos = bos is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [bos]
 
     @property
     def hf_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -40,8 +48,7 @@ class Tokenizer:
                 "which is no Unicode text"
             ) from None
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        bos = self._tokenizer.bos_token_id
-        if add_special_tokens and bos is not None and token_ids[:2] == [bos, bos]:
+        if add_special_tokens and self._adds_bos and token_ids[:2] == [self._tokenizer.bos_token_id] * 2:
             return token_ids[1:]
         return token_ids
 
@@ -87,16 +94,23 @@ class Tokenizer:
     def encode_chat(self, rendered: str) -> list[int]:
         return self.encode(rendered, add_special_tokens=False)
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
         text = self._tokenizer.decode(
-            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            token_ids,
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+            clean_up_tokenization_spaces=False,
         )
         assert isinstance(text, str)
         return text
 
     def decoder(self) -> TextDecoder:
-        """The two ways to decode, without the tokenizer's own overhead where it has a fast backend."""
+        """The ways to decode, without the tokenizer's own overhead where it has a fast backend."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if backend is None:
-            return TextDecoder(self.decode, lambda ids: self.decode(ids, skip_special_tokens=False))
+            with_special = functools.partial(self.decode, skip_special_tokens=False)
+            unspaced = functools.partial(with_special, spaces_between_special_tokens=False)
+            return TextDecoder(self.decode, with_special, unspaced)
         return TextDecoder(backend.decode, lambda ids: str(backend.decode(ids, skip_special_tokens=False)))

@@ -123,3 +123,16 @@ class Detokenizer:
             if any(len(stop) > length and stop.startswith(tail) for stop in self._stop):
                 return length
         return 0
+
+
+def whole_text(decode: Decode, token_ids: list[int]) -> str:
+    """What a Detokenizer gives for all the ids; decoded at once, unless they end within a character, where decoders
+    with byte fallback would spoil the characters before it as well."""
+    text = decode(token_ids)
+    if not text.endswith(REPLACEMENT):
+        return text
+    detokenizer = Detokenizer(decode)
+    for token_id in token_ids:
+        detokenizer.append(token_id)
+    detokenizer.finish()
+    return detokenizer.text

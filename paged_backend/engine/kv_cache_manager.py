@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from paged_backend.engine.block_pool import BlockKey, BlockPool, CachedBlock
@@ -63,8 +64,9 @@ class KVCacheManager:
         sequence.num_computed_tokens = len(hits) * self.block_size
         sequence.num_published_blocks = len(hits)
         sequence.prefix_id = hits[-1].prefix_id if hits else None
-        self.num_queried_tokens += sequence.num_tokens
-        self.num_hit_tokens += sequence.num_computed_tokens
+        if self._reads_cache(sequence):
+            self.num_queried_tokens += sequence.num_tokens
+            self.num_hit_tokens += sequence.num_computed_tokens
         return True
 
     def allocate_slots(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
@@ -113,13 +115,25 @@ class KVCacheManager:
         sequence.block_table = []
         sequence.num_computed_tokens = sequence.num_published_blocks = 0
 
-    def num_unused_slots(self, sequence: Sequence) -> int:
-        """Slots in the sequence's table that hold nothing: what paging wastes."""
-        return len(sequence.block_table) * self.block_size - sequence.num_computed_tokens
+    def num_unused_slots(self, sequences: Iterable[Sequence]) -> int:
+        """Slots of these sequences' blocks that hold nothing: what paging wastes. A block that samples share counts
+        once."""
+        num_unused = 0
+        shared: dict[int, int] = {}
+        for sequence in sequences:
+            unused = len(sequence.block_table) * self.block_size - sequence.num_computed_tokens
+            if unused and self.pool.ref_count(sequence.block_table[-1]) > 1:
+                shared[sequence.block_table[-1]] = unused
+            else:
+                num_unused += unused
+        return num_unused + sum(shared.values())
+
+    def _reads_cache(self, sequence: Sequence) -> bool:
+        return self.enable_prefix_caching and not sequence.request.wants_prompt_logprobs
 
     def _match_prefix(self, sequence: Sequence) -> list[CachedBlock]:
         """Known blocks of the sequence's prefix, leaving at least one token to compute: its logits are needed."""
-        if not self.enable_prefix_caching or sequence.request.wants_prompt_logprobs:
+        if not self._reads_cache(sequence):
             return []
         hits: list[CachedBlock] = []
         for index in range((sequence.num_tokens - 1) // self.block_size):

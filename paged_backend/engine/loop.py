@@ -147,9 +147,9 @@ class EngineLoop:
             raise EngineDeadError(self._shared.dead)
 
     def _check_ids(self, requests: list[Request]) -> None:
-        seen = set(self._shared.readers)
+        seen: set[str] = set()
         for request in requests:
-            if request.request_id in seen:
+            if request.request_id in self._shared.readers or request.request_id in seen:
                 raise InvalidRequestError(
                     f"request_id={request.request_id!r} is in use by an unfinished request; choose another one"
                 )

@@ -69,7 +69,7 @@ class EngineMetrics:
         self._num_generated_tokens += num_sampled
         self._largest_batch = max(self._largest_batch, len(scheduled.scheduled))
         manager = scheduler.kv_cache_manager
-        self._num_unused_slots += sum(map(manager.num_unused_slots, scheduler.running))
+        self._num_unused_slots += manager.num_unused_slots(scheduler.running)
         self._num_held_slots += manager.pool.num_used * manager.block_size
 
     def finished(self, request: Request) -> None:

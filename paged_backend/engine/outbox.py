@@ -15,7 +15,7 @@ _SLICE_SECONDS = 1.0
 
 
 class Outbox(Generic[T]):
-    """A queue that blocks neither its writer nor an event loop. A slow reader gets everything that has gathered at once.
+    """A queue that blocks neither its writer nor an event loop. A slow reader gets all that has gathered at once.
 
     It belongs to no event loop: each wait uses the loop it is called from. After the last item, nobody waits any more.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from paged_backend.engine.detokenizer import Decode, Detokenizer
+from paged_backend.engine.detokenizer import Decode, Detokenizer, whole_text
 from paged_backend.engine.request import FinishReason, Request, Sequence
 from paged_backend.outputs import CompletionOutput, Logprob, TokenLogprobs
 
@@ -23,10 +23,12 @@ class SampledToken(Protocol):
 
 
 class TextDecoder(NamedTuple):
-    """The two ways a tokenizer turns ids into text."""
+    """The ways a tokenizer turns ids into text."""
 
     without_special: Decode
     with_special: Decode
+    with_special_unspaced: Decode | None = None
+    """Without the spaces that slow tokenizers put between special tokens."""
 
 
 class SequenceOutput:
@@ -64,10 +66,11 @@ class OutputProcessor:
         """What is new since the last call, or None if it is not time yet."""
         output: SequenceOutput = sequence.output or SequenceOutput(None)
         request, params = sequence.request, sequence.request.params
-        token_ids = sequence.token_ids[sequence.num_prompt_tokens + output.num_sent :]
         is_finished = sequence.finish_reason is not None
-        if not is_finished and (request.final_only or len(token_ids) < params.stream_interval):
+        num_new = sequence.num_output_tokens - output.num_sent
+        if not is_finished and (request.final_only or num_new < params.stream_interval):
             return None
+        token_ids = sequence.token_ids[sequence.num_prompt_tokens + output.num_sent :]
         text = self._take_text(sequence, output)
         if not (is_finished or text or token_ids):
             return None
@@ -100,8 +103,11 @@ class OutputProcessor:
 
     def _decode_of(self, request: Request) -> Decode:
         assert self._decoder is not None
-        skips = request.params.skip_special_tokens
-        return self._decoder.without_special if skips else self._decoder.with_special
+        if request.params.skip_special_tokens:
+            return self._decoder.without_special
+        if request.params.spaces_between_special_tokens or self._decoder.with_special_unspaced is None:
+            return self._decoder.with_special
+        return self._decoder.with_special_unspaced
 
     def _take_text(self, sequence: Sequence, output: SequenceOutput) -> str:
         request = sequence.request
@@ -112,7 +118,7 @@ class OutputProcessor:
         if self._decoder is None or not request.params.detokenize or sequence.finish_reason is None:
             return ""
         end = sequence.num_tokens - self._is_hidden_end(sequence)
-        return self._decode_of(request)(sequence.token_ids[sequence.num_prompt_tokens : end])
+        return whole_text(self._decode_of(request), sequence.token_ids[sequence.num_prompt_tokens : end])
 
     def _is_hidden_end(self, sequence: Sequence) -> bool:
         """Whether the newest token ended the sequence by its id, and so is no part of the text."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from paged_backend.engine.request import Request
 from paged_backend.errors import InvalidRequestError
+from paged_backend.fields import is_finite
 from paged_backend.sampling_params import SamplingParams
 
 EncodeWord = Callable[[str], tuple[tuple[int, ...], ...]]
@@ -36,11 +37,27 @@ class Limits:
 class RequestFactory:
     """Makes requests in the callers' threads. What it has made can be served: nothing checks again."""
 
-    def __init__(self, limits: Limits, *, encode_word: EncodeWord | None, seed: int) -> None:
+    def __init__(self, limits: Limits, *, encode_word: EncodeWord | None, seed: int | None) -> None:
         self._limits = limits
         self._encode_word = encode_word
         self._seeds = random.Random(seed)
         self._lock = threading.Lock()
+
+    def check(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        """Raises InvalidRequestError for what can never be served."""
+        self._check_prompt(prompt_token_ids)
+        self._check_params(params)
+        self._max_tokens(len(prompt_token_ids), params)
+        _check_extras(request_id, priority, cache_salt, timeout)
 
     def make(
         self,
@@ -54,10 +71,7 @@ class RequestFactory:
         timeout: float | None = None,
         final_only: bool = False,
     ) -> Request:
-        """Raises InvalidRequestError for what can never be served."""
-        self._check_prompt(prompt_token_ids)
-        self._check_params(params)
-        _check_extras(request_id, priority, cache_salt, timeout)
+        """Of what `check` has passed."""
         request = Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=list(prompt_token_ids),
@@ -141,6 +155,9 @@ def _check_extras(request_id: object, priority: object, cache_salt: object, time
         raise InvalidRequestError(f"priority={priority!r} must be an integer; lower is served first")
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         raise InvalidRequestError(f"cache_salt={cache_salt!r} must be a string that is not empty")
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if timeout is not None and not (is_number and timeout > 0):  # type: ignore[operator]
+    if timeout is not None and not _is_timeout(timeout):
         raise InvalidRequestError(f"timeout={timeout!r} must be a number of seconds > 0")
+
+
+def _is_timeout(timeout: object) -> bool:
+    return isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and is_finite(timeout) and timeout > 0

@@ -31,7 +31,6 @@ class SchedulerOutput:
     scheduled: list[ScheduledSequence] = dataclasses.field(default_factory=list)
     copies: list[BlockCopy] = dataclasses.field(default_factory=list)
     num_tokens: int = 0
-    admitted: list[Sequence] = dataclasses.field(default_factory=list)
 
 
 class SampledSequence(NamedTuple):
@@ -115,13 +114,12 @@ class Scheduler:
             if budget == 0 or not self.kv_cache_manager.admit(sequence):
                 return
             del self.waiting[0]
-            self._admitted(sequence, output)
+            self._admitted(sequence)
             self._add(output, sequence, min(sequence.num_tokens - sequence.num_computed_tokens, budget))
 
-    def _admitted(self, sequence: Sequence, output: SchedulerOutput) -> None:
+    def _admitted(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
         bisect.insort(self.running, sequence, key=_order)
-        output.admitted.append(sequence)
         metrics = sequence.request.metrics
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = time.monotonic()

@@ -18,11 +18,17 @@ def stop_after(sequence: Sequence, max_len: int) -> StopVerdict:
         if not params.ignore_eos and token_id in request.eos_token_ids:
             return FinishReason.STOP, None
         detection = params.repetition_detection
-        if detection is not None and repeats_itself(sequence.token_ids[sequence.num_prompt_tokens :], detection):
+        if detection is not None and repeats_itself(_tail(sequence, detection), detection):
             return FinishReason.REPETITION, None
     if num_output_tokens >= request.max_tokens or sequence.num_tokens >= max_len:
         return FinishReason.LENGTH, None
     return None, None
+
+
+def _tail(sequence: Sequence, detection: RepetitionDetection) -> list[int]:
+    """As much of the output as the longest repetition takes."""
+    longest = detection.max_pattern_size * detection.min_count
+    return sequence.token_ids[max(sequence.num_prompt_tokens, sequence.num_tokens - longest) :]
 
 
 def repeats_itself(token_ids: list[int], detection: RepetitionDetection) -> bool:

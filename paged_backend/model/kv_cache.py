@@ -15,6 +15,7 @@ from paged_backend.model.attention import LayerSpec
 _CPU_SHARE = 1 / 3
 _CPU_MOST = 4 * 2**30
 _GIB = 2**30
+_CGROUPS = pathlib.Path("/sys/fs/cgroup")
 
 
 def block_bytes(specs: list[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
@@ -67,18 +68,26 @@ def available_memory(device: torch.device) -> int:
     """Free bytes on the device; on a CPU, within the limit of the container if there is one."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    available = int(psutil.virtual_memory().available)
-    limit, used = (_read_int(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    return available if limit is None or used is None else min(available, limit - used)
+    return min(int(psutil.virtual_memory().available), *_cgroup_memory())
+
+
+def _cgroup_memory() -> list[int]:
+    """What the container's limit leaves, in either version of cgroups; file caches that can go count as free."""
+    left = []
+    for limit_file, used_file, inactive in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit, used = (int((_CGROUPS / name).read_text()) for name in (limit_file, used_file))
+            lines = (_CGROUPS / limit_file).with_name("memory.stat").read_text().splitlines()
+            stat = dict(line.split() for line in lines)
+        except (OSError, ValueError):  # not Linux, not this version, or no limit ("max")
+            continue
+        left.append(limit - used + int(stat.get(inactive, 0)))
+    return left
 
 
 def _default_memory(config: EngineConfig, available: int, device: torch.device) -> int:
     share = int(available * config.gpu_memory_utilization)
     return share if device.type == "cuda" else min(int(share * _CPU_SHARE), _CPU_MOST)
-
-
-def _read_int(path: str) -> int | None:
-    try:
-        return int(pathlib.Path(path).read_text())
-    except (OSError, ValueError):  # not Linux, no such controller, or "max"
-        return None

@@ -45,7 +45,7 @@ class ModelRunner:
         self._model: nn.Module = model
         self.device = model.device
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self._block_size = config.block_size
+        self.block_size = config.block_size
         with torch.inference_mode():
             probe = probe_token_ids(self.vocab_size, loaded.max_model_len, config.block_size)
             expected = self._plain_logits(probe)
@@ -130,9 +130,9 @@ class ModelRunner:
             block_tables[row, : len(sequence.block_table)] = sequence.block_table
         positions = np.arange(len(token_ids)) + np.repeat(starts - query_start_loc[:-1], lengths)
         rows = np.repeat(np.arange(num_sequences), lengths)
-        blocks = block_tables[rows, positions // self._block_size].astype(np.int64)
+        blocks = block_tables[rows, positions // self.block_size].astype(np.int64)
         metadata = AttentionMetadata(
-            slot_mapping=self._tensor(blocks * self._block_size + positions % self._block_size),
+            slot_mapping=self._tensor(blocks * self.block_size + positions % self.block_size),
             block_tables=self._tensor(block_tables),
             query_start_loc=self._tensor(query_start_loc),
             seq_lens=self._tensor((starts + lengths).astype(np.int32)),
