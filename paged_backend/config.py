@@ -12,7 +12,11 @@ from paged_backend.fields import Checker, rejects_unknown_arguments
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DTYPE_SPELLINGS = {"half": "float16", "float": "float32"}
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {
+    "": 1,
+    **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), start=1)},
+    **{unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), start=1)},
+}
 
 
 @rejects_unknown_arguments(ConfigError)
@@ -102,7 +106,7 @@ def parse_bytes(value: int | str | None) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     match = (
-        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B)?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
+        re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)?\s*", value, re.IGNORECASE) if isinstance(value, str) else None
     )
     number = float(match[1]) * _UNITS[(match[2] or "").upper()] if match else 0.0
     num_bytes = int(number) if math.isfinite(number) else 0

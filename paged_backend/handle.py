@@ -49,7 +49,12 @@ class RequestHandle:
         (the request goes on)."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.finished:
-            self._outbox.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            try:
+                self._outbox.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                raise TimeoutError(
+                    f"request {self.request_id} did not finish within {timeout} s; it goes on: wait again or abort() it"
+                ) from None
             self._read()
         return self._result()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _OPTIONS = ("request_id", "priority", "cache_salt", "timeout")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _NOT_AVAILABLE_YET = ("lora_request", "tools", "prompt_adapter_request")
 
 
@@ -111,11 +113,15 @@ class RequestBuilder:
         for name in options:
             if name in _NOT_AVAILABLE_YET:
                 raise InvalidRequestError(f"{name} is not available yet; leave it out")
+            if name in _SAMPLING_NAMES:
+                raise InvalidRequestError(f"{name} is a sampling parameter: give SamplingParams({name}=...)")
             if name not in _OPTIONS:
                 raise InvalidRequestError(unknown_argument("a request", name, _OPTIONS))
+        if options.get("request_id") is not None and len(prompts) > 1:
+            raise InvalidRequestError(f"request_id={options['request_id']!r} names one request, not {len(prompts)}")
         salt = options.pop("cache_salt", None)
         priority = options.pop("priority", 0)
-        priorities = list(priority) if isinstance(priority, Sequence) else [priority] * len(params)
+        priorities = list(priority) if isinstance(priority, (list, tuple)) else [priority] * len(params)
         if len(priorities) != len(params):
             raise InvalidRequestError(
                 f"{len(priorities)} priorities for {len(params)} prompts; give one, or one for each"
@@ -125,8 +131,11 @@ class RequestBuilder:
             for prompt, rank in zip(prompts, priorities, strict=True)
         ]
         calls = list(zip(prompts, params, each, strict=True))
-        for prompt, one, extras in calls:
-            self._factory.check(prompt.token_ids, one, **extras)
+        for index, (prompt, one, extras) in enumerate(calls):
+            try:
+                self._factory.check(prompt.token_ids, one, **extras)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {index}: {error}") if len(calls) > 1 else error from None
         return [
             self._factory.make(prompt.token_ids, one, prompt=prompt.text, final_only=final_only, **extras)
             for prompt, one, extras in calls
@@ -136,9 +145,10 @@ class RequestBuilder:
 def _params_for(num_prompts: int, params: Any, default: Callable[[], SamplingParams]) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or default()] * num_prompts
-    if not isinstance(params, Sequence) or len(params) != num_prompts:
-        given = len(params) if isinstance(params, Sequence) else repr(params)
-        raise InvalidRequestError(f"{given} sampling_params for {num_prompts} prompts; give one, or one for each")
+    if not isinstance(params, Sequence):
+        raise InvalidRequestError(f"sampling_params={params!r} must be a SamplingParams, or a list with one per prompt")
+    if len(params) != num_prompts:
+        raise InvalidRequestError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one for each")
     return list(params)
 
 
@@ -152,4 +162,6 @@ def _is_one_prompt(prompts: Any) -> bool:
 
 
 def _is_list_of_conversations(messages: Any) -> bool:
-    return isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], (list, tuple))
+    if not isinstance(messages, Sequence) or not messages or not isinstance(messages[0], (list, tuple)):
+        return False
+    return not messages[0] or isinstance(messages[0][0], Mapping)

@@ -46,6 +46,7 @@ class EchoModel:
 
     vocab_size = VOCAB_SIZE
     num_blocks = NUM_BLOCKS
+    block_size = 16
 
     def __init__(self, step_seconds: float) -> None:
         self.seen: list[SamplingParams] = []

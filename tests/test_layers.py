@@ -37,7 +37,7 @@ class Rule:
 
 
 # What every part of paged_backend may know: settings, results, errors.
-SHARED = ("paged_backend.config", "paged_backend.errors", "paged_backend.outputs", "paged_backend.sampling_params")
+SHARED = tuple(f"paged_backend.{name}" for name in ("config", "errors", "fields", "outputs", "sampling_params"))
 # What a step's executors are handed.
 STEP = ("paged_backend.engine.request", "paged_backend.engine.scheduler")
 

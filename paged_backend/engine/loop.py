@@ -191,7 +191,7 @@ def _run(build: Callable[[], tuple[Engine, T]], told: Future[T], shared: _Shared
         logger.exception("the engine died")
         _die(engine, shared, f"the engine died of {type(error).__name__}: {error}")
         return
-    _die(engine, shared, "the engine is closed")
+    _die(engine, shared, "the engine is closed; make a new LLM")
 
 
 def _take_messages(engine: Engine, shared: _Shared) -> bool:

@@ -107,15 +107,16 @@ class RequestFactory:
         """What was asked for, or what is left; refuses what cannot be started."""
         limits = self._limits
         num_needed = num_prompt_tokens + max(params.min_tokens, 0 if params.max_tokens == 0 else 1)
+        or_lower = ", lower min_tokens" if params.min_tokens > 1 else ""
         if num_needed > limits.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt_tokens} tokens and needs room for {num_needed}, but the model's limit is "
-                f"max_model_len={limits.max_model_len}; shorten the prompt or lower min_tokens"
+                f"max_model_len={limits.max_model_len}; shorten the prompt{or_lower}"
             )
         if num_needed > limits.num_slots:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt_tokens} tokens and needs room for {num_needed}, but the KV cache holds "
-                f"{limits.num_slots}; shorten the prompt or raise kv_cache_memory"
+                f"{limits.num_slots}; shorten the prompt{or_lower} or raise kv_cache_memory"
             )
         num_left = limits.max_len - num_prompt_tokens
         return num_left if params.max_tokens is None else min(params.max_tokens, num_left)

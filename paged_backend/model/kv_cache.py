@@ -42,13 +42,13 @@ def num_blocks_for(config: EngineConfig, bytes_per_block: int, max_model_len: in
     needed = num_blocks * bytes_per_block
     if needed > available:
         raise ConfigError(
-            f"a KV cache of {needed / _GIB:.2f} GiB does not fit in the {available / _GIB:.2f} GiB that are free on "
-            f"{device}; lower kv_cache_memory"
+            f"kv_cache_memory={config.kv_cache_memory!r}: a KV cache of {needed / _GIB:.2f} GiB ({num_blocks} blocks) "
+            f"does not fit in the {available / _GIB:.2f} GiB that are free on {device}; lower it"
         )
     if num_blocks < 2:
         raise ConfigError(
             f"kv_cache_memory={config.kv_cache_memory!r} holds {num_blocks} blocks of {config.block_size} tokens "
-            f"({bytes_per_block} bytes each); it must hold at least 2"
+            f"({bytes_per_block} bytes each); it must hold at least 2, which take {2 * bytes_per_block} bytes"
         )
     return num_blocks
 
