@@ -233,6 +233,10 @@ class LLM:
         """A snapshot of the engine's counters, taken between two steps."""
         return self._loop.call(Engine.stats)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what finished requests have left in the KV cache."""
+        self._loop.call(Engine.reset_prefix_cache)
+
     @property
     def is_closed(self) -> bool:
         return self._loop.is_closed

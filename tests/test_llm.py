@@ -277,6 +277,14 @@ def test_the_models_recommendations_count_until_something_else_is_said(tmp_path:
 # --- memory and life ---
 
 
+def test_a_reset_prefix_cache_is_empty(llm: LLM) -> None:
+    prompt = list(range(100, 150))
+    solo(llm, prompt, GREEDY)
+    assert solo(llm, prompt, GREEDY).num_cached_tokens == 48
+    llm.reset_prefix_cache()
+    assert solo(llm, prompt, GREEDY).num_cached_tokens == 0
+
+
 def test_the_cache_takes_no_more_than_asked_and_says_when_that_is_impossible(model: Any) -> None:
     with LLM(model, kv_cache_memory="1MiB", block_size=8) as llm:
         stats = llm.stats()

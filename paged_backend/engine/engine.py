@@ -110,6 +110,9 @@ class Engine:
         """End every request with `error`."""
         return [output for request in list(self._requests.values()) for output in self._fail(request, error)]
 
+    def reset_prefix_cache(self) -> None:
+        self._scheduler.kv_cache_manager.pool.forget_free_blocks()
+
     def stats(self) -> EngineStats:
         return self._metrics.stats(self._scheduler)
 
