@@ -11,9 +11,7 @@ infinity is needed. Logits are kept in base 2, where the exponential needs no ra
 """
 
 import functools
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -21,46 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paged_kernels.compiled import FAST_MATH_WITHOUT_NAN, LOG2_E, compile_kernel, exp2, set_num_threads
+from paged_kernels.plan import cost_of, first_visible, num_partials_of, plan, share
 from paged_kernels.vector import LANES, add_weighted, copy_to_float32, dot4, from_float32, to_float32
 
-_QUERY_TILE = 16
 _KEY_TILE = 32  # a multiple of four, for dot4
-_SPLIT = 256  # keys of one item, where the keys of a sequence are cut
 _SERIAL_COST = 4000  # about 20 µs: a batch below is not worth other threads, least of all on a busy machine
 
-_LOG2_E = np.float32(math.log2(math.e))
-_EXP2 = tuple(np.float32(math.log(2) ** i / math.factorial(i)) for i in range(8))
 _LOWEST = np.float32(-1e30)
 _NO_HEADS = np.empty(0, np.float32)
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-# Sums may be reordered, but NaN and infinity keep their meaning: an overflow stays in the sequence that has it.
-_FAST_MATH = frozenset({"reassoc", "contract", "nsz", "arcp", "afn"})
-_FAST_MATH_WITHOUT_NAN = _FAST_MATH | {"nnan"}
-
-
-def _compile(function: _Function, *, parallel: bool = False, fast_math: frozenset[str] = _FAST_MATH) -> _Function:
-    options = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": set(fast_math), "parallel": parallel}
-    compiled: _Function = numba.njit(**options)(function)
-    return compiled
-
-
-_ITEM = np.dtype(
-    [
-        ("seq", np.int64),
-        ("token", np.int64),  # of the first query
-        ("num_queries", np.int64),
-        ("position", np.int64),  # of the first query
-        ("kv_head", np.int64),
-        ("first_key", np.int64),
-        ("end_key", np.int64),
-        ("split", np.int64),
-        ("num_splits", np.int64),
-        ("partial", np.int64),  # row of the first query's result in the partial results, if num_splits > 1
-    ]
-)
 
 
 class _Batch(NamedTuple):
@@ -105,7 +72,7 @@ def paged_attention(
 ) -> Tensor:
     """See `reference.paged_attention`."""
     out = query.new_empty(query.shape[0], query.shape[1], v_cache.shape[3])
-    num_threads = _set_num_threads()
+    num_threads = set_num_threads()
     _paged_attention(
         *_rows(query),
         _array(k_cache),
@@ -123,16 +90,6 @@ def paged_attention(
         num_threads,
     )
     return out
-
-
-def _set_num_threads() -> int:
-    """Have Numba use as many threads as torch does."""
-    torch_threads = torch.get_num_threads()
-    num_threads = min(torch_threads, int(numba.config.NUMBA_NUM_THREADS))
-    numba.set_num_threads(num_threads)
-    if torch.get_num_threads() != torch_threads:  # Numba's first start sets OpenMP's number, which torch may share
-        torch.set_num_threads(torch_threads)
-    return num_threads
 
 
 def _array(tensor: Tensor) -> NDArray[Any]:
@@ -157,7 +114,7 @@ def _rows(tensor: Tensor) -> tuple[NDArray[Any], int, int]:
     return _array(tensor.as_strided((length,), (1,))), token_stride, head_stride
 
 
-@_compile
+@compile_kernel
 def _store_kv(
     key: NDArray[Any],
     key_token_stride: int,
@@ -185,7 +142,7 @@ def _store_kv(
                 v_cache[slot // block_size, h, slot % block_size, d] = row[d]
 
 
-@functools.partial(_compile, parallel=True)
+@functools.partial(compile_kernel, parallel=True)
 def _paged_attention(
     query: NDArray[Any],
     token_stride: int,
@@ -206,8 +163,8 @@ def _paged_attention(
 ) -> None:
     num_kv_heads = k_cache.shape[1]
     group = out.shape[1] // num_kv_heads
-    items = _plan(query_start_loc, seq_lens, num_kv_heads, group, window, chunk)
-    num_partials = _num_partials(items, group)
+    items = plan(query_start_loc, seq_lens, num_kv_heads, group, window, chunk)
+    num_partials = num_partials_of(items, group)
     batch = _Batch(
         query,
         token_stride,
@@ -225,92 +182,17 @@ def _paged_attention(
         sinks,
         alibi_slopes,
     )
-    if num_threads == 1 or _cost(items, 0, len(items)) * group < _SERIAL_COST:
+    if num_threads == 1 or cost_of(items, 0, len(items)) * group < _SERIAL_COST:
         _attend_items(batch, items)
     else:
-        bounds = _share(items, num_threads)
+        bounds = share(items, num_threads)
         for thread in numba.prange(num_threads):
             _attend_items(batch, items[bounds[thread] : bounds[thread + 1]])
     if num_partials:
         _merge_items(batch, items)  # under 1 % of the work
 
 
-@_compile
-def _plan(
-    query_start_loc: NDArray[np.int32],
-    seq_lens: NDArray[np.int32],
-    num_kv_heads: int,
-    group: int,
-    window: int,
-    chunk: int,
-) -> NDArray[Any]:
-    """The work items of a batch."""
-    most = 0
-    for s in range(len(seq_lens)):
-        most += (query_start_loc[s + 1] - query_start_loc[s]) // _QUERY_TILE + seq_lens[s] // _SPLIT + 2
-    items = np.empty(most * num_kv_heads, _ITEM)
-    num_items = num_partials = 0
-    for s in range(len(seq_lens)):
-        start, stop = query_start_loc[s], query_start_loc[s + 1]
-        for token in range(start, stop, _QUERY_TILE):
-            num_queries = min(_QUERY_TILE, stop - token)
-            position = seq_lens[s] - (stop - token)
-            first_key = _first_visible(position, window, chunk)
-            end_key = position + num_queries
-            length = _SPLIT if stop - start <= _QUERY_TILE else end_key - first_key
-            num_splits = -(-(end_key - first_key) // length)
-            for h in range(num_kv_heads):
-                for split in range(num_splits):
-                    item = items[num_items]
-                    item.seq = s
-                    item.token = token
-                    item.num_queries = num_queries
-                    item.position = position
-                    item.kv_head = h
-                    item.first_key = first_key + split * length
-                    item.end_key = min(item.first_key + length, end_key)
-                    item.split = split
-                    item.num_splits = num_splits
-                    item.partial = num_partials
-                    num_items += 1
-                    if num_splits > 1:
-                        num_partials += num_queries * group
-    return items[:num_items]
-
-
-@_compile
-def _num_partials(items: NDArray[Any], group: int) -> int:
-    num_partials = 0
-    for item in items:
-        if item.num_splits > 1:
-            num_partials += item.num_queries * group
-    return num_partials
-
-
-@_compile
-def _cost(items: NDArray[Any], begin: int, end: int) -> int:
-    """Widening a key and its value takes about as long as one query's logit and sum."""
-    cost = 0
-    for i in range(begin, end):
-        cost += (items[i].end_key - items[i].first_key) * (items[i].num_queries + 1)
-    return cost
-
-
-@_compile
-def _share(items: NDArray[Any], num_threads: int) -> NDArray[np.int64]:
-    """Where each thread's run of items begins, and the end of the last one."""
-    total = _cost(items, 0, len(items))
-    bounds = np.full(num_threads + 1, len(items))
-    done = thread = 0
-    for i in range(len(items)):
-        while done * num_threads >= thread * total:
-            bounds[thread] = i
-            thread += 1
-        done += _cost(items, i, i + 1)
-    return bounds
-
-
-@_compile
+@compile_kernel
 def _attend_items(batch: _Batch, items: NDArray[Any]) -> None:
     """Work through items; a row is a query head of a query, and head sizes are padded to a multiple of LANES."""
     max_rows = 0
@@ -342,10 +224,10 @@ def _attend_items(batch: _Batch, items: NDArray[Any]) -> None:
         _finish(batch, item, sums, highest, weights)
 
 
-@_compile
+@compile_kernel
 def _load_queries(batch: _Batch, item: Any, queries: NDArray[np.float32]) -> None:
     head_size = batch.k_cache.shape[3]
-    scale = batch.scale if batch.softcap > 0 else batch.scale * _LOG2_E
+    scale = batch.scale if batch.softcap > 0 else batch.scale * LOG2_E
     for row in range(item.num_queries * batch.group):
         head = item.kv_head * batch.group + row % batch.group
         start = (item.token + row // batch.group) * batch.token_stride + head * batch.head_stride
@@ -354,7 +236,7 @@ def _load_queries(batch: _Batch, item: Any, queries: NDArray[np.float32]) -> Non
             queries[row, d] = to_float32(query[d]) * scale
 
 
-@_compile
+@compile_kernel
 def _reset(
     batch: _Batch, item: Any, sums: NDArray[np.float32], highest: NDArray[np.float32], weights: NDArray[np.float32]
 ) -> None:
@@ -365,11 +247,11 @@ def _reset(
         highest[row] = _LOWEST
         weights[row] = 0
         if len(batch.sinks) and item.split == 0:
-            highest[row] = batch.sinks[item.kv_head * batch.group + row % batch.group] * _LOG2_E
+            highest[row] = batch.sinks[item.kv_head * batch.group + row % batch.group] * LOG2_E
             weights[row] = 1
 
 
-@_compile
+@compile_kernel
 def _load_slots(
     cache: NDArray[Any],
     head: int,
@@ -397,19 +279,19 @@ def _load_slots(
         done += run
 
 
-@_compile
+@compile_kernel
 def _find_visible(batch: _Batch, item: Any, start: int, num_keys: int, visible: NDArray[np.int64]) -> None:
     """The range that each row sees of the keys that start at this position; none if it ends before it begins."""
     for query in range(item.num_queries):
         position = item.position + query
-        low = max(_first_visible(position, batch.window, batch.chunk) - start, 0)
+        low = max(first_visible(position, batch.window, batch.chunk) - start, 0)
         high = min(position + 1 - start, num_keys)
         for row in range(query * batch.group, (query + 1) * batch.group):
             visible[row, 0] = low
             visible[row, 1] = high
 
 
-@_compile
+@compile_kernel
 def _multiply(
     queries: NDArray[np.float32],
     keys: NDArray[np.float32],
@@ -423,22 +305,22 @@ def _multiply(
             dot4(queries, row * width, keys, j * width, width, logits, row * _KEY_TILE + j)
 
 
-@_compile
+@compile_kernel
 def _adjust(batch: _Batch, item: Any, start: int, visible: NDArray[np.int64], logits: NDArray[np.float32]) -> None:
     """Apply softcap and ALiBi."""
     for row in range(item.num_queries * batch.group):
         low, high = np.uint64(visible[row, 0]), np.uint64(visible[row, 1])
         if batch.softcap > 0:
             for j in range(low, high):
-                logits[row, j] = _tanh(logits[row, j] / batch.softcap) * (batch.softcap * _LOG2_E)
+                logits[row, j] = _tanh(logits[row, j] / batch.softcap) * (batch.softcap * LOG2_E)
         if len(batch.alibi_slopes):
-            slope = batch.alibi_slopes[item.kv_head * batch.group + row % batch.group] * _LOG2_E
+            slope = batch.alibi_slopes[item.kv_head * batch.group + row % batch.group] * LOG2_E
             position = item.position + row // batch.group
             for j in range(visible[row, 0], visible[row, 1]):
                 logits[row, j] += slope * np.float32(start + j - position)
 
 
-@_compile
+@compile_kernel
 def _exponentiate(
     logits: NDArray[np.float32],
     num_rows: int,
@@ -457,10 +339,10 @@ def _exponentiate(
         after = max(before, _highest(logits, row, low, high))
         total = np.float32(0)
         for j in range(low, high):
-            weight = _exp2(logits[row, j] - after)
+            weight = exp2(logits[row, j] - after)
             logits[row, j] = weight
             total += weight
-        decay = _exp2(before - after)
+        decay = exp2(before - after)
         highest[row] = after
         weights[row] = weights[row] * decay + total
         if decay != 1:
@@ -468,7 +350,7 @@ def _exponentiate(
                 sums[row, d] *= decay
 
 
-@_compile
+@compile_kernel
 def _add_values(
     weights: NDArray[np.float32],
     num_rows: int,
@@ -487,7 +369,7 @@ def _add_values(
             add_weighted(weights, weight, values, source + d, high - low, width, sums, target + d, 1)
 
 
-@_compile
+@compile_kernel
 def _finish(
     batch: _Batch, item: Any, sums: NDArray[np.float32], highest: NDArray[np.float32], weights: NDArray[np.float32]
 ) -> None:
@@ -503,7 +385,7 @@ def _finish(
             batch.partials[item.partial + row, width + 1] = weights[row]
 
 
-@_compile
+@compile_kernel
 def _merge_items(batch: _Batch, items: NDArray[Any]) -> None:
     """Put the partial results of split sequences together; the first split's item stands for all."""
     width = batch.partials.shape[1] - 2
@@ -521,14 +403,14 @@ def _merge_items(batch: _Batch, items: NDArray[Any]) -> None:
             for d in range(width):
                 sums[d] = 0
             for i in range(first, end, num_rows):
-                factor = _exp2(batch.partials[i, width] - highest)
+                factor = exp2(batch.partials[i, width] - highest)
                 weight += batch.partials[i, width + 1] * factor
                 for d in range(width):
                     sums[d] += batch.partials[i, d] * factor
             _write(batch, item, row, sums, weight)
 
 
-@_compile
+@compile_kernel
 def _write(batch: _Batch, item: Any, row: int, sums: NDArray[np.float32], weight: np.float32) -> None:
     out = batch.out[item.token + row // batch.group, item.kv_head * batch.group + row % batch.group]
     factor = np.float32(1) / weight
@@ -536,22 +418,12 @@ def _write(batch: _Batch, item: Any, row: int, sums: NDArray[np.float32], weight
         out[d] = from_float32(sums[d] * factor, out)
 
 
-@_compile
-def _first_visible(position: int, window: int, chunk: int) -> int:
-    first = 0
-    if window > 0:
-        first = max(first, position - window + 1)
-    if chunk > 0:
-        first = max(first, position // chunk * chunk)
-    return first
-
-
-@_compile
+@compile_kernel
 def _padded(size: int) -> int:
     return -(-size // LANES) * LANES
 
 
-@_compile
+@compile_kernel
 def _zeros(num_rows: int, width: int) -> NDArray[np.float32]:
     """Zeros that begin at a multiple of 64 bytes: vectors that straddle cache lines load half as fast."""
     memory = np.zeros(num_rows * width + LANES, np.float32)
@@ -559,7 +431,7 @@ def _zeros(num_rows: int, width: int) -> NDArray[np.float32]:
     return memory[first : first + num_rows * width].reshape(num_rows, width)
 
 
-@functools.partial(_compile, fast_math=_FAST_MATH_WITHOUT_NAN)
+@functools.partial(compile_kernel, fast_math=FAST_MATH_WITHOUT_NAN)
 def _highest(numbers: NDArray[np.float32], row: int, low: np.uint64, high: np.uint64) -> np.float32:
     """The maximum, or anything if there is a NaN: that is what lets LLVM use vectors."""
     highest: np.float32 = numbers[row, low]
@@ -568,23 +440,7 @@ def _highest(numbers: NDArray[np.float32], row: int, low: np.uint64, high: np.ui
     return highest
 
 
-@_compile
-def _exp2(x: np.float32) -> np.float32:
-    """2 ** x for x <= 0, and 2 ** -126 below that: the Taylor series around the nearest integer."""
-    x = np.float32(-126) if x < np.float32(-126) else x
-    exponent = np.int32(x - np.float32(0.5))
-    rest = x - np.float32(exponent)
-    result = _EXP2[7] * rest + _EXP2[6]
-    result = result * rest + _EXP2[5]
-    result = result * rest + _EXP2[4]
-    result = result * rest + _EXP2[3]
-    result = result * rest + _EXP2[2]
-    result = result * rest + _EXP2[1]
-    result = result * rest + _EXP2[0]
-    return result * np.int32((exponent + 127) << 23).view(np.float32)
-
-
-@_compile
+@compile_kernel
 def _tanh(x: np.float32) -> np.float32:
     """Eigen's rational approximation, within a few units in the last place."""
     x = min(max(x, np.float32(-7.9053111)), np.float32(7.9053111))

@@ -5,8 +5,6 @@ definition says so. A row is computed by one thread, in the same way whatever it
 
 Tensors go into the kernels as addresses, each with an empty array that tells their type: wrapping them as arrays would
 take longer than the work on a few tokens. So views need no copy, and none of them compiles a second kernel.
-
-Numba's disk cache does not notice a change of vector.py or cpu.py: after one, touch this file.
 """
 
 import functools
@@ -19,16 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paged_kernels.cpu import _LOG2_E, _compile, _exp2, _set_num_threads
-from paged_kernels.vector import LANES, from_float32, pointer, rotate_halves, to_float32
+from paged_kernels.compiled import LOG2_E, TYPES, array_at, compile_kernel, exp2, set_num_threads
+from paged_kernels.vector import LANES, from_float32, rotate_halves, to_float32
 
 _SERIAL_COST = 60_000  # numbers, about 20 µs: a batch below is not worth other threads
-
-_TYPES: dict[torch.dtype, NDArray[Any]] = {  # 16-bit floats as integers, see vector.py
-    torch.float32: np.empty(0, np.float32),
-    torch.bfloat16: np.empty(0, np.uint16),
-    torch.float16: np.empty(0, np.int16),
-}
 
 # x * sigmoid(x * (a + b * x²)) is silu, or gelu's approximation by tanh, since 1 + tanh(z) = 2 * sigmoid(2 * z).
 _GATES = {"silu": (1.0, 0.0), "gelu_tanh": (math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715)}
@@ -46,8 +38,8 @@ def add_rms_norm(
     normed = torch.empty_like(x)
     width, size = weight.numel(), x.numel()
     rows = (x.data_ptr(), total.data_ptr(), normed.data_ptr())
-    scaling = (_TYPES[weight.dtype], weight.data_ptr(), width)
-    args = (_TYPES[x.dtype], *rows, *scaling, eps, float(offset), residual is not None)
+    scaling = (TYPES[weight.dtype], weight.data_ptr(), width)
+    args = (TYPES[x.dtype], *rows, *scaling, eps, float(offset), residual is not None)
     num_threads = _num_threads(size)
     if num_threads == 1:
         _norm_rows(*args, 0, size // width)
@@ -65,7 +57,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
     query_heads = (query.data_ptr(), query.stride(0), query.stride(1), num_heads)
     key_heads = (key.data_ptr(), key.stride(0), key.stride(1), num_kv_heads)
     angles = (cos.data_ptr(), sin.data_ptr(), width)
-    args = (_TYPES[query.dtype], query_heads, key_heads, _TYPES[cos.dtype], angles, interleaved)
+    args = (TYPES[query.dtype], query_heads, key_heads, TYPES[cos.dtype], angles, interleaved)
     num_threads = _num_threads(num_tokens * (num_heads + num_kv_heads) * width)
     if num_threads == 1:
         _rotate_tokens(*args, 0, num_tokens)
@@ -78,7 +70,7 @@ def silu_and_mul(gate_up: Tensor, *, activation: str = "silu") -> Tensor:
     gate_up = gate_up.contiguous()
     num_rows, width = gate_up.shape
     out = gate_up.new_empty(num_rows, width // 2)
-    args = (_TYPES[out.dtype], gate_up.data_ptr(), out.data_ptr(), width // 2, *_GATES[activation])
+    args = (TYPES[out.dtype], gate_up.data_ptr(), out.data_ptr(), width // 2, *_GATES[activation])
     num_threads = _num_threads(num_rows * width)
     if num_threads == 1:
         _gate_rows(*args, 0, num_rows)
@@ -88,17 +80,10 @@ def silu_and_mul(gate_up: Tensor, *, activation: str = "silu") -> Tensor:
 
 
 def _num_threads(cost: int) -> int:
-    return 1 if cost < _SERIAL_COST else _set_num_threads()
+    return 1 if cost < _SERIAL_COST else set_num_threads()
 
 
-@_compile
-def _array(address: int, start: int, length: int, like: NDArray[Any]) -> NDArray[Any]:
-    """Numbers in memory, from the one that is `start` after an address."""
-    array: NDArray[Any] = numba.carray(pointer(address + start * like.itemsize, like), length)
-    return array
-
-
-@_compile
+@compile_kernel
 def _norm_rows(
     like: NDArray[Any],
     x: int,
@@ -113,12 +98,12 @@ def _norm_rows(
     begin: int,
     end: int,
 ) -> None:
-    weights = _array(weight, 0, width, weight_like)
+    weights = array_at(weight, 0, width, weight_like)
     shift = np.float32(offset)
     for row in range(begin, end):
-        source = _array(x, row * width, width, like)
-        target = _array(total, row * width, width, like)
-        out = _array(normed, row * width, width, like)
+        source = array_at(x, row * width, width, like)
+        target = array_at(total, row * width, width, like)
+        out = array_at(normed, row * width, width, like)
         squares = np.float32(0)
         if adds:
             for i in range(width):
@@ -138,7 +123,7 @@ def _norm_rows(
                 out[i] = from_float32(to_float32(target[i]) * scale * (shift + to_float32(weights[i])), out)
 
 
-@functools.partial(_compile, parallel=True)
+@functools.partial(compile_kernel, parallel=True)
 def _norm_all_rows(
     like: NDArray[Any],
     x: int,
@@ -158,7 +143,7 @@ def _norm_all_rows(
         _norm_rows(like, x, total, normed, weight_like, weight, width, eps, offset, adds, begin, end)
 
 
-@_compile
+@compile_kernel
 def _rotate_tokens(
     like: NDArray[Any],
     query: _Heads,
@@ -172,17 +157,17 @@ def _rotate_tokens(
     cos, sin, width = angles
     cosines, sines = np.empty(width, np.float32), np.empty(width, np.float32)
     for t in range(begin, end):
-        stored_cosines = _array(cos, t * width, width, angle_like)
-        stored_sines = _array(sin, t * width, width, angle_like)
+        stored_cosines = array_at(cos, t * width, width, angle_like)
+        stored_sines = array_at(sin, t * width, width, angle_like)
         for i in range(width):
             cosines[i] = to_float32(stored_cosines[i])
             sines[i] = to_float32(stored_sines[i])
         for address, token_stride, head_stride, num_heads in (query, key):
-            heads = _array(address, t * token_stride, (num_heads - 1) * head_stride + width, like)
+            heads = array_at(address, t * token_stride, (num_heads - 1) * head_stride + width, like)
             _rotate_heads(heads, head_stride, num_heads, cosines, sines, interleaved)
 
 
-@_compile
+@compile_kernel
 def _rotate_heads(
     heads: NDArray[Any],
     stride: int,
@@ -204,7 +189,7 @@ def _rotate_heads(
             head[y] = from_float32(value_y * cos[y] + value_x * sin[y], head)
 
 
-@functools.partial(_compile, parallel=True)
+@functools.partial(compile_kernel, parallel=True)
 def _rotate_all_tokens(
     like: NDArray[Any],
     query: _Heads,
@@ -220,25 +205,25 @@ def _rotate_all_tokens(
         _rotate_tokens(like, query, key, angle_like, angles, interleaved, begin, end)
 
 
-@_compile
+@compile_kernel
 def _gate_rows(
     like: NDArray[Any], gate_up: int, out: int, width: int, a: float, b: float, begin: int, end: int
 ) -> None:
-    linear, cubic = np.float32(a) * _LOG2_E, np.float32(b) * _LOG2_E
+    linear, cubic = np.float32(a) * LOG2_E, np.float32(b) * LOG2_E
     for row in range(begin, end):
-        gate = _array(gate_up, 2 * row * width, width, like)
-        up = _array(gate_up, (2 * row + 1) * width, width, like)
-        target = _array(out, row * width, width, like)
+        gate = array_at(gate_up, 2 * row * width, width, like)
+        up = array_at(gate_up, (2 * row + 1) * width, width, like)
+        target = array_at(out, row * width, width, like)
         for i in range(width):
             x = to_float32(gate[i])
             square = x * x if x * x < _LARGE else _LARGE
             exponent = x * (linear + cubic * square)
-            small = _exp2(-abs(exponent))
+            small = exp2(-abs(exponent))
             sigmoid = (np.float32(1) if exponent >= 0 else small) / (np.float32(1) + small)
             target[i] = from_float32(x * sigmoid * to_float32(up[i]), target)
 
 
-@functools.partial(_compile, parallel=True)
+@functools.partial(compile_kernel, parallel=True)
 def _gate_all_rows(
     like: NDArray[Any], gate_up: int, out: int, width: int, a: float, b: float, num_rows: int, num_threads: int
 ) -> None:

@@ -6,8 +6,6 @@ columns is widened first if there are many rows, or if the depth is not a multip
 
 An element's sum is taken in an order that its depth alone decides. So a row's result does not change with the rows
 beside it nor with the number of threads, to the last bit.
-
-Numba's disk cache does not notice a change of vector.py, cpu.py or fused.py: after one, touch this file.
 """
 
 import functools
@@ -18,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paged_kernels.cpu import _compile as _compile_fast
-from paged_kernels.cpu import _set_num_threads
-from paged_kernels.fused import _TYPES, _array
+from paged_kernels import compiled
+from paged_kernels.compiled import TYPES, array_at, set_num_threads
 from paged_kernels.vector import (
     LANES,
     NUM_SUMS,
@@ -45,7 +42,7 @@ _WIDTH_OF_2 = 8 if _BLOCK_OF_EIGHT >= 2 else 4
 _WIDTH_OF_3 = 8 if _BLOCK_OF_EIGHT >= 3 else 4
 
 # Nothing may be reordered.
-_compile = functools.partial(_compile_fast, fast_math=frozenset())
+_compile = functools.partial(compiled.compile_kernel, fast_math=frozenset())
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -58,8 +55,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias = bias.float().contiguous()
     out = x.new_empty(num_rows, num_columns)
     addresses = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
-    args = (_TYPES[x.dtype], _TYPES[weight.dtype], *addresses, x.stride(0), num_columns, depth)
-    num_threads = 1 if num_rows * num_columns * depth < _SERIAL_COST else _set_num_threads()
+    args = (TYPES[x.dtype], TYPES[weight.dtype], *addresses, x.stride(0), num_columns, depth)
+    num_threads = 1 if num_rows * num_columns * depth < _SERIAL_COST else set_num_threads()
     if num_threads == 1:
         _multiply(*args, 0, num_rows, 0, num_columns)
     else:
@@ -112,13 +109,13 @@ def _multiply(
     end_column: int,
 ) -> None:
     """The output's rows and columns within these bounds."""
-    weights = _array(weight, 0, num_columns * depth, weight_like)
+    weights = array_at(weight, 0, num_columns * depth, weight_like)
     for first in range(row, end_row, _MOST_ROWS):
         num_rows = min(_MOST_ROWS, end_row - first)
         rows = _aligned(num_rows, _padded(depth))
         for r in range(num_rows):
-            _widen(_array(x, (first + r) * stride, depth, x_like), 0, depth, rows[r])
-        target = _array(out, first * num_columns, num_rows * num_columns, x_like)
+            _widen(array_at(x, (first + r) * stride, depth, x_like), 0, depth, rows[r])
+        target = array_at(out, first * num_columns, num_rows * num_columns, x_like)
         _multiply_rows(rows, weights, bias, target, num_columns, depth, column, end_column)
 
 
@@ -168,7 +165,7 @@ def _reset(totals: NDArray[np.float32], bias: int, first: int, width: int) -> No
     """Begin the sums, with the bias if there is one."""
     totals[:] = 0
     if bias != 0:
-        numbers = _array(bias, first, width, totals)
+        numbers = array_at(bias, first, width, totals)
         for row in range(len(totals)):
             for c in range(width):
                 totals[row, c] = numbers[c]
