@@ -420,6 +420,11 @@ def test_model_without_a_limit_takes_the_tokenizers() -> None:
     assert make_loaded(model, tokenizer, max_model_len=400).max_model_len == 400
 
 
+def test_a_mistyped_demo_is_recognised() -> None:
+    with pytest.raises(ModelError, match="did you mean 'demo'"):
+        make_loaded("demoo")
+
+
 def test_chat_template_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "template.jinja").write_text("{{ messages }}")
     assert make_loaded(make_model(), chat_template=str(tmp_path / "template.jinja")).chat_template == "{{ messages }}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import os
 import re
@@ -134,6 +135,10 @@ def _find(name: str, config: EngineConfig) -> _Source:
     if path.is_dir():
         _check_folder(path, name)
         return _Source(str(path), is_folder=True)
+    if difflib.get_close_matches(
+        name, [DEMO], cutoff=0.75
+    ):  # asking the hub for it would take long where there is none
+        raise ModelError(f"model={name!r}: there is no such folder; did you mean {DEMO!r}?")
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"model={name!r}: there is no such folder, and this is no hub id ('owner/name') either")
     return _Source(name, is_folder=False)
