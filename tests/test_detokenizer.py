@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from helpers import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
-from paged_backend import EngineConfig, MissingExtraError
+from paged_backend import EngineConfig
 from paged_backend.engine.detokenizer import Decode, Detokenizer
 from paged_backend.model.demo import demo_folder
 
@@ -221,10 +221,7 @@ def test_a_broken_character_at_the_end_becomes_text_when_nothing_more_comes() ->
 @pytest.fixture(scope="module")
 def smollm2() -> Tokenizer:
     """The demo model's tokenizer."""
-    try:
-        folder = demo_folder(EngineConfig().cache_folder)
-    except MissingExtraError as error:
-        pytest.skip(str(error))
+    folder = demo_folder(EngineConfig().cache_folder)
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 

@@ -193,19 +193,13 @@ class Engine:
     def _fail_text(self, sequence: Sequence, error: Exception) -> list[EngineOutput]:
         request = sequence.request
         logger.error("the tokens of request %s could not be written as text", request.request_id, exc_info=error)
-        failure = EngineError(f"the output could not be decoded: {type(error).__name__}: {error}")
-        failure.__cause__ = error.with_traceback(None)  # whose frames hold the engine
-        return self._fail(request, failure)
+        return self._fail(request, _engine_error("the output could not be decoded:", error))
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineOutput]:
         self._scheduler.kv_cache_manager.unpublish_step()
         requests = {sequence.request.request_id: sequence.request for sequence, _, _ in scheduled.scheduled}
-        outputs: list[EngineOutput] = []
-        for request in requests.values():
-            failure = EngineError(f"the step failed with {type(error).__name__}: {error}")
-            failure.__cause__ = error.with_traceback(None)  # whose frames hold the engine
-            outputs += self._fail(request, failure)
-        return outputs
+        failures = ((request, _engine_error("the step failed with", error)) for request in requests.values())
+        return [output for request, failure in failures for output in self._fail(request, failure)]
 
     def _fail(self, request: Request, error: Exception) -> list[EngineOutput]:
         self._scheduler.finish_all(request.sequences, FinishReason.ERROR)
@@ -223,3 +217,9 @@ class Engine:
         """False if it was forgotten before."""
         self._timed.pop(request.request_id, None)
         return self._requests.pop(request.request_id, None) is not None
+
+
+def _engine_error(what: str, cause: Exception) -> EngineError:
+    error = EngineError(f"{what} {type(cause).__name__}: {cause}")
+    error.__cause__ = cause.with_traceback(None)  # whose frames hold the engine
+    return error

@@ -182,7 +182,6 @@ def _run(build: Callable[[], tuple[Engine, T]], told: Future[T], shared: _Shared
         traceback.clear_frames(error.__traceback__)
         return
     told.set_result(facts)
-    del build, told, facts
     try:
         while _take_messages(engine, shared):
             if engine.has_work:
