@@ -37,6 +37,7 @@ _MODULE_OF = {
     "RequestOutputKind": "sampling_params",
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
+    "ScoreOutput": "outputs",
 }
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "RequestOutputKind",
     "RequestTimeoutError",
     "SamplingParams",
+    "ScoreOutput",
 ]
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ if TYPE_CHECKING:
     )
     from paged_backend.handle import RequestHandle
     from paged_backend.llm import LLM
-    from paged_backend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from paged_backend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, ScoreOutput
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
 
 

@@ -140,15 +140,15 @@ class Engine:
         for sequence, num_tokens, num_logits in scheduled.scheduled:
             end_row += num_logits
             request = sequence.request
-            if request.prompt_logprobs is None or not request.wants_prompt_logprobs:
+            if request.prompt_logprobs is None or request.first_logits is None or num_logits == 0:
                 continue
-            first = sequence.num_computed_tokens + 1
-            token_ids = request.prompt_token_ids[first : first + num_tokens]
+            first = len(request.prompt_logprobs)
+            token_ids = request.prompt_token_ids[first : sequence.num_computed_tokens + num_tokens + 1]
             start_row = end_row - num_logits
             rows = self._runner.rows(logits, list(range(start_row, start_row + len(token_ids))))
             num_logprobs = request.params.prompt_logprobs or 0
             named = map(self._output_processor.named, self._sampler.prompt_logprobs(rows, token_ids, num_logprobs))
-            request.prompt_logprobs[first:] = named
+            request.prompt_logprobs += named
 
     def _update(
         self, scheduled: SchedulerOutput, sampled: list[SampledSequence], tokens: list[SampledToken | Exception]
