@@ -129,7 +129,7 @@ class KVCacheManager:
         return num_unused + sum(shared.values())
 
     def _reads_cache(self, sequence: Sequence) -> bool:
-        return self.enable_prefix_caching and not sequence.request.wants_prompt_logprobs
+        return self.enable_prefix_caching and not sequence.request.needs_every_token
 
     def _match_prefix(self, sequence: Sequence) -> list[CachedBlock]:
         """Known blocks of the sequence's prefix, leaving at least one token to compute: its logits are needed."""

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from paged_backend.outputs import RequestMetrics, TokenLogprobs
+from paged_backend.pooling_params import PoolingParams
 from paged_backend.sampling_params import SamplingParams
 
 
@@ -52,6 +53,9 @@ class Request:
     """In seconds of `time.monotonic()`."""
     final_only: bool = False
     """Nobody looks at the output before its end, so there is no need to write it out step by step."""
+    pooling: PoolingParams | None = None
+    """Given for a request that wants a vector of its prompt, and no tokens."""
+    embedding: list[float] | None = None
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.monotonic()))
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
@@ -77,6 +81,11 @@ class Request:
         return all(sequence.status is Status.FINISHED for sequence in self.sequences)
 
     @property
+    def needs_every_token(self) -> bool:
+        """True while something is asked of each prompt token that the prefix cache does not hold."""
+        return self.wants_prompt_logprobs or (self.pooling is not None and self.pooling.needs_every_token)
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """True until every prompt token has its log-probabilities."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
@@ -99,6 +108,7 @@ class Sequence:
         "num_published_blocks",
         "order",
         "output",
+        "pooling_state",
         "prefix_id",
         "request",
         "sampling_state",
@@ -129,6 +139,8 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.output: Any = None
         """The output processor's: the text so far."""
+        self.pooling_state: Any = None
+        """The runner's: what it has of the embedding so far."""
         self.sampling_state: Any = None
         """The sampler's; derived from the tokens, so preemption does not touch it."""
 

@@ -31,6 +31,8 @@ class SchedulerOutput:
     scheduled: list[ScheduledSequence] = dataclasses.field(default_factory=list)
     copies: list[BlockCopy] = dataclasses.field(default_factory=list)
     num_tokens: int = 0
+    pools: bool = False
+    """Whether one of them wants an embedding; those want no logits."""
 
 
 class SampledSequence(NamedTuple):
@@ -128,6 +130,8 @@ class Scheduler:
     def _add(self, output: SchedulerOutput, sequence: Sequence, num_tokens: int) -> None:
         end = sequence.num_computed_tokens + num_tokens
         num_logits = num_tokens if sequence.request.wants_prompt_logprobs else int(end == sequence.num_tokens)
+        if sequence.request.pooling is not None:
+            output.pools, num_logits = True, 0
         self.kv_cache_manager.publish(sequence, end)
         output.scheduled.append(ScheduledSequence(sequence, num_tokens, num_logits))
         output.num_tokens += num_tokens
