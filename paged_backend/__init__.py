@@ -20,6 +20,10 @@ _MODULE_OF = {
     "Backend": "backend",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
+    "EmbeddingOutput": "outputs",
+    "EmbeddingRequestOutput": "outputs",
+    "EmbeddingSupport": "pooling_params",
+    "EncoderBackend": "backend",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineError": "errors",
@@ -46,6 +50,10 @@ __all__ = [
     "Backend",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EmbeddingSupport",
+    "EncoderBackend",
     "EngineConfig",
     "EngineDeadError",
     "EngineError",
@@ -68,7 +76,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from paged_backend.async_stream import AsyncStream
-    from paged_backend.backend import Backend
+    from paged_backend.backend import Backend, EncoderBackend
     from paged_backend.config import EngineConfig
     from paged_backend.engine.metrics import EngineStats
     from paged_backend.errors import (
@@ -84,7 +92,16 @@ if TYPE_CHECKING:
     )
     from paged_backend.handle import RequestHandle
     from paged_backend.llm import LLM
-    from paged_backend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, ScoreOutput
+    from paged_backend.outputs import (
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+        ScoreOutput,
+    )
+    from paged_backend.pooling_params import EmbeddingSupport
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
 
 

@@ -97,3 +97,30 @@ class ScoreOutput:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+
+@dataclasses.dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclasses.dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The answer to one prompt of `LLM.embed`."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt as text, if it was given as text."""
+    prompt_token_ids: list[int]
+    """Cut, if that was asked for."""
+    outputs: EmbeddingOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
+    """How many prompt tokens were found in the prefix cache."""
+    metrics: RequestMetrics | None = None

@@ -11,6 +11,7 @@ from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.engine.request import Request
 from paged_backend.engine.request_factory import RequestFactory
 from paged_backend.errors import InvalidRequestError, unknown_argument
+from paged_backend.pooling_params import PoolingParams
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.scoring import Pair, continuations_of, pair_of
 
@@ -65,6 +66,7 @@ class RequestBuilder:
     def completions(
         self, prompts: Any, sampling_params: Any, *, final_only: bool = False, **options: Any
     ) -> list[Request]:
+        self._factory.check_generates()
         prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
         params = _params_for(len(prompts), sampling_params, self.default_sampling_params)
         return self._requests([self._read(prompt) for prompt in prompts], params, final_only, options)
@@ -81,6 +83,7 @@ class RequestBuilder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[Request]:
+        self._factory.check_generates()
         conversations = list(messages) if _is_list_of_conversations(messages) else [messages]
         params = _params_for(len(conversations), sampling_params, self.default_chat_params)
         texts = [
@@ -111,6 +114,37 @@ class RequestBuilder:
         requests = self._requests(to_compute, [_SCORING] * len(pairs), True, options)
         return Scoring(requests, pairs, list(map(len, of_each)))
 
+    def embeddings(
+        self,
+        prompts: Any,
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **options: Any,
+    ) -> list[Request]:
+        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        params = self._factory.pooling_params(pooling, normalize, dimensions)
+        read = [self._truncated(self._read(prompt), truncate_prompt_tokens) for prompt in prompts]
+        wish = [SamplingParams(max_tokens=0)] * len(prompts)
+        return self._requests(read, wish, True, options, params)
+
+    def _truncated(self, prompt: _Prompt, limit: int | None) -> _Prompt:
+        """The prompt cut to `limit` tokens; what the tokenizer puts after a text stays behind it."""
+        if limit is None:
+            return prompt
+        if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens={limit!r} must be an integer ≥ 1, or -1 for as many as the model takes"
+            )
+        limit = self._factory.max_prompt_tokens if limit == -1 else limit
+        num_final = 0 if prompt.text is None else self.tokenizer.num_final_special_tokens
+        if len(prompt.token_ids) <= limit or limit <= num_final:
+            return prompt._replace(token_ids=prompt.token_ids[:limit])
+        end = prompt.token_ids[len(prompt.token_ids) - num_final :]
+        return prompt._replace(token_ids=prompt.token_ids[: limit - num_final] + end)
+
     def _read(self, prompt: Any) -> _Prompt:
         content, salt = _content(prompt)
         if isinstance(content, list):
@@ -123,6 +157,7 @@ class RequestBuilder:
         params: Sequence[SamplingParams],
         final_only: bool,
         options: dict[str, Any],
+        pooling: PoolingParams | None = None,
     ) -> list[Request]:
         options = {name: value for name, value in options.items() if name not in _NOT_AVAILABLE_YET or value}
         for name in options:
@@ -142,7 +177,12 @@ class RequestBuilder:
                 f"{len(priorities)} priorities for {len(params)} prompts; give one, or one for each"
             )
         each = [
-            {"priority": rank, "cache_salt": salt if prompt.cache_salt is None else prompt.cache_salt, **options}
+            {
+                "priority": rank,
+                "cache_salt": salt if prompt.cache_salt is None else prompt.cache_salt,
+                "pooling": pooling,
+                **options,
+            }
             for prompt, rank in zip(prompts, priorities, strict=True)
         ]
         calls = list(zip(prompts, params, each, strict=True))

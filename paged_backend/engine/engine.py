@@ -120,12 +120,7 @@ class Engine:
         now = time.monotonic()
         outputs: list[EngineOutput] = []
         for request in [one for one in self._timed.values() if one.deadline is not None and one.deadline <= now]:
-            error = RequestTimeoutError(
-                f"request {request.request_id} did not finish within its timeout "
-                f"({now - request.metrics.arrival_time:.1f} s after arrival, "
-                f"{sum(s.num_output_tokens for s in request.sequences if s.token_ids)} tokens generated)"
-            )
-            outputs += self._fail(request, error)
+            outputs += self._fail(request, timeout_error(request, now))
         return outputs
 
     def _sample(self, logits: Any, sampled: list[SampledSequence]) -> list[SampledToken | Exception]:
@@ -196,17 +191,17 @@ class Engine:
     def _fail_text(self, sequence: Sequence, error: Exception) -> list[EngineOutput]:
         request = sequence.request
         logger.error("the tokens of request %s could not be written as text", request.request_id, exc_info=error)
-        return self._fail(request, _engine_error("the output could not be decoded:", error))
+        return self._fail(request, engine_error("the output could not be decoded:", error))
 
     def _fail_processor(self, sequence: Sequence, error: Exception) -> list[EngineOutput]:
         request = sequence.request
         logger.error("a logits processor of request %s failed", request.request_id, exc_info=error)
-        return self._fail(request, _engine_error("a logits processor failed with", error))
+        return self._fail(request, engine_error("a logits processor failed with", error))
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineOutput]:
         self._scheduler.kv_cache_manager.unpublish_step()
         requests = {sequence.request.request_id: sequence.request for sequence, _, _ in scheduled.scheduled}
-        failures = ((request, _engine_error("the step failed with", error)) for request in requests.values())
+        failures = ((request, engine_error("the step failed with", error)) for request in requests.values())
         return [output for request, failure in failures for output in self._fail(request, failure)]
 
     def _fail(self, request: Request, error: Exception) -> list[EngineOutput]:
@@ -227,7 +222,15 @@ class Engine:
         return self._requests.pop(request.request_id, None) is not None
 
 
-def _engine_error(what: str, cause: Exception) -> EngineError:
+def timeout_error(request: Request, now: float) -> RequestTimeoutError:
+    return RequestTimeoutError(
+        f"request {request.request_id} did not finish within its timeout "
+        f"({now - request.metrics.arrival_time:.1f} s after arrival, "
+        f"{sum(s.num_output_tokens for s in request.sequences if s.token_ids)} tokens generated)"
+    )
+
+
+def engine_error(what: str, cause: Exception) -> EngineError:
     error = EngineError(f"{what} {type(cause).__name__}: {cause}")
     error.__cause__ = cause.with_traceback(None)  # whose frames hold the engine
     return error

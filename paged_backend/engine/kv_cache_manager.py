@@ -129,11 +129,11 @@ class KVCacheManager:
         return num_unused + sum(shared.values())
 
     def _num_findable(self, sequence: Sequence) -> int:
-        """How many tokens may come from the cache: those before the first one whose logits are needed."""
+        """How many tokens may come from the cache: those before the first one of which more is needed than it holds."""
         if not self.enable_prefix_caching:
             return 0
-        first_logits = sequence.request.first_logits
-        return sequence.num_tokens - 1 if first_logits is None else first_logits
+        first_needed = sequence.request.first_needed
+        return sequence.num_tokens - 1 if first_needed is None else first_needed
 
     def _match_prefix(self, sequence: Sequence) -> list[CachedBlock]:
         """Known blocks of the sequence's prefix."""

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from paged_backend.outputs import RequestMetrics, TokenLogprobs
+from paged_backend.pooling_params import PoolingParams
 from paged_backend.sampling_params import SamplingParams
 
 
@@ -54,6 +55,9 @@ class Request:
     """Nobody looks at the output before its end, so there is no need to write it out step by step."""
     prompt_logprobs_start: int = 1
     """The first prompt position whose log-probabilities are wanted, if any are."""
+    pooling: PoolingParams | None = None
+    """Given for a request that wants a vector of its prompt, and no tokens."""
+    embedding: list[float] | None = None
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.monotonic()))
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
@@ -86,6 +90,12 @@ class Request:
             return None
         return len(self.prompt_logprobs) - 1
 
+    @property
+    def first_needed(self) -> int | None:
+        """The first position of the prompt of which something is needed that the prefix cache does not hold: logits, or
+        hidden states to average over."""
+        return 0 if self.pooling is not None and self.pooling.needs_every_token else self.first_logits
+
 
 class Sequence:
     """One sample of a request: its tokens, and how far their keys and values are computed.
@@ -104,6 +114,7 @@ class Sequence:
         "num_published_blocks",
         "order",
         "output",
+        "pooling_state",
         "prefix_id",
         "request",
         "sampling_state",
@@ -134,6 +145,8 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.output: Any = None
         """The output processor's: the text so far."""
+        self.pooling_state: Any = None
+        """The runner's: what it has of the embedding so far."""
         self.sampling_state: Any = None
         """The sampler's; derived from the tokens, so preemption does not touch it."""
 
