@@ -37,6 +37,7 @@ _MODULE_OF = {
     "RequestOutputKind": "sampling_params",
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
 }
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "RequestOutputKind",
     "RequestTimeoutError",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 if TYPE_CHECKING:
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from paged_backend.llm import LLM
     from paged_backend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
+    from paged_backend.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:
