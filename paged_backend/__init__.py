@@ -42,6 +42,7 @@ _MODULE_OF = {
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
+    "StructuredOutputsParams": "structured_outputs",
 }
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "RequestTimeoutError",
     "SamplingParams",
     "ScoreOutput",
+    "StructuredOutputsParams",
 ]
 
 if TYPE_CHECKING:
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
     )
     from paged_backend.pooling_params import EmbeddingSupport
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
+    from paged_backend.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

@@ -84,6 +84,7 @@ class FakeRunner:
 class FakeToken(NamedTuple):
     token_id: int
     logprobs: RawLogprobs | None
+    is_complete: bool = False
 
 
 class FakeSampler:

@@ -154,11 +154,11 @@ class Engine:
             if sequence.status is Status.FINISHED:
                 continue  # it failed a moment ago, with another sample of the same request
             if isinstance(token, Exception):
-                outputs += self._fail_processor(sequence, token)
+                outputs += self._fail_choice(sequence, token)
                 continue
             if sequence.request.metrics.first_token_time is None:
                 sequence.request.metrics.first_token_time = now
-            self._scheduler.update(sequence, token.token_id)
+            self._scheduler.update(sequence, token.token_id, is_complete=token.is_complete)
             outputs += self._write(sequence, token)
         for sequence, _, _ in scheduled.scheduled:
             if sequence.request.max_tokens == 0 and sequence.status is Status.FINISHED:
@@ -193,10 +193,11 @@ class Engine:
         logger.error("the tokens of request %s could not be written as text", request.request_id, exc_info=error)
         return self._fail(request, engine_error("the output could not be decoded:", error))
 
-    def _fail_processor(self, sequence: Sequence, error: Exception) -> list[EngineOutput]:
+    def _fail_choice(self, sequence: Sequence, error: Exception) -> list[EngineOutput]:
+        """A logits processor raised, or the output cannot go on within its grammar."""
         request = sequence.request
-        logger.error("a logits processor of request %s failed", request.request_id, exc_info=error)
-        return self._fail(request, engine_error("a logits processor failed with", error))
+        logger.error("the next token of request %s could not be chosen", request.request_id, exc_info=error)
+        return self._fail(request, engine_error("the next token could not be chosen:", error))
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineOutput]:
         self._scheduler.kv_cache_manager.unpublish_step()

@@ -8,14 +8,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 from paged_backend.engine.request import Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import is_finite
 from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.structured_outputs import StructuredOutputsParams
 
 EncodeWord = Callable[[str], tuple[tuple[int, ...], ...]]
+CompileGrammar = Callable[[StructuredOutputsParams], Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +45,17 @@ class Limits:
 class RequestFactory:
     """Makes requests in the callers' threads. What it has made can be served: nothing checks again."""
 
-    def __init__(self, limits: Limits, *, encode_word: EncodeWord | None, seed: int | None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        encode_word: EncodeWord | None,
+        compile_grammar: CompileGrammar | None,
+        seed: int | None,
+    ) -> None:
         self._limits = limits
         self._encode_word = encode_word
+        self._compile_grammar = compile_grammar
         self._seeds = random.Random(seed)
         self._lock = threading.Lock()
 
@@ -81,6 +92,7 @@ class RequestFactory:
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
         self._max_tokens(len(prompt_token_ids), params)
+        self._grammar(params)
         _check_extras(request_id, priority, cache_salt, timeout)
 
     def make(
@@ -107,6 +119,7 @@ class RequestFactory:
             prompt=prompt,
             eos_token_ids=self._limits.eos_token_ids,
             bad_words_token_ids=self._bad_words(params),
+            grammar=self._grammar(params),
             priority=priority,
             cache_salt=cache_salt,
             prompt_logprobs_start=prompt_logprobs_start,
@@ -175,6 +188,14 @@ class RequestFactory:
             return ()
         assert self._encode_word is not None
         return tuple(spelling for word in params.bad_words for spelling in self._encode_word(word) if spelling)
+
+    def _grammar(self, params: SamplingParams) -> Any:
+        """Compiled here, in the caller's thread; the compiler keeps it for the next time."""
+        if params.structured_outputs is None:
+            return None
+        if self._compile_grammar is None:
+            raise InvalidRequestError("structured_outputs needs a tokenizer, and this engine has none")
+        return self._compile_grammar(params.structured_outputs)
 
 
 def _check_extras(request_id: object, priority: object, cache_salt: object, timeout: object) -> None:
