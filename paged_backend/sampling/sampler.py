@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from paged_backend.engine.request import Sequence
-from paged_backend.sampling.candidates import take_rows
+from paged_backend.sampling.candidates import largest, take_rows
 from paged_backend.sampling.choice import choose
 from paged_backend.sampling.constraints import ConstrainedRow, Constraints, apply_constraints
 from paged_backend.sampling.draw import Ints
@@ -74,6 +75,24 @@ class Sampler:
             logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True))
         tokens_of_rows = (SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen))
         return [errors.get(row, token) for row, token in enumerate(tokens_of_rows)]
+
+    @torch.inference_mode()
+    def candidates(
+        self, logits: torch.Tensor, sequences: list[Sequence], nums: list[int]
+    ) -> list[list[tuple[int, float]]]:
+        """For beam search: the `nums[i]` best tokens of row *i* and their log-probabilities, best first.
+
+        Constraints and penalties are applied to the log-probabilities, as transformers does; banned tokens are left
+        out, so that there may be fewer.
+        """
+        log_probs = logits.float().log_softmax(dim=1)
+        self._process(log_probs, sequences)
+        best = largest(log_probs, max(nums, default=0))
+        rows = zip(best.ids.tolist(), best.values.tolist(), nums, strict=True)
+        return [
+            [(token_id, value) for token_id, value in zip(ids[:num], values[:num], strict=True) if value > -math.inf]
+            for ids, values, num in rows
+        ]
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: list[int], num_logprobs: int) -> list[Logprobs]:
