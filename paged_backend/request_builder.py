@@ -236,6 +236,10 @@ def _content(prompt: Any) -> tuple[Any, str | None]:
 def _params_for(num_prompts: int, params: Any, default: Callable[[], SamplingParams]) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or default()] * num_prompts
+    if isinstance(params, BeamSearchParams):
+        raise InvalidRequestError(
+            "a BeamSearchParams is for beam_search(), which gives its outputs at the end, not in a stream"
+        )
     if not isinstance(params, Sequence):
         raise InvalidRequestError(f"sampling_params={params!r} must be a SamplingParams, or a list with one per prompt")
     if len(params) != num_prompts:

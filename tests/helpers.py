@@ -23,6 +23,7 @@ VOCAB_SIZE = 1000
 WAIT_SECONDS = 20.0
 REQUEST_OPTIONS = (
     *("eos_token_ids", "priority", "cache_salt", "deadline", "final_only", "pooling", "prompt_logprobs_start"),
+    "beam_params",
 )
 
 _request_numbers = itertools.count()

@@ -172,8 +172,7 @@ class RequestFactory:
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
-            hint = "; for beam search, call beam_search()" if isinstance(params, BeamSearchParams) else ""
-            raise InvalidRequestError(f"sampling_params={params!r} must be a SamplingParams{hint}")
+            raise InvalidRequestError(f"sampling_params={params!r} must be a SamplingParams")
         limits = self._limits
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
