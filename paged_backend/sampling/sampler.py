@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from paged_backend.engine.request import Sequence
-from paged_backend.sampling.candidates import take_rows
+from paged_backend.sampling.candidates import largest, take_rows
 from paged_backend.sampling.choice import choose
 from paged_backend.sampling.constraints import ConstrainedRow, Constraints, apply_constraints
 from paged_backend.sampling.draw import Ints
@@ -88,6 +89,24 @@ class Sampler:
             or verdicts.get(row, _FREE).error
             or SampledToken(token_id, logprobs.get(row), verdicts.get(row, _FREE).is_complete)
             for row, token_id in enumerate(chosen)
+        ]
+
+    @torch.inference_mode()
+    def candidates(
+        self, logits: torch.Tensor, sequences: list[Sequence], nums: list[int]
+    ) -> list[list[tuple[int, float]]]:
+        """For beam search: the `nums[i]` best tokens of row *i* and their log-probabilities, best first.
+
+        Constraints and penalties are applied to the log-probabilities, as transformers does; banned tokens are left
+        out, so that there may be fewer.
+        """
+        log_probs = logits.float().log_softmax(dim=1)
+        self._process(log_probs, sequences)
+        best = largest(log_probs, max(nums, default=0))
+        rows = zip(best.ids.tolist(), best.values.tolist(), nums, strict=True)
+        return [
+            [(token_id, value) for token_id, value in zip(ids[:num], values[:num], strict=True) if value > -math.inf]
+            for ids, values, num in rows
         ]
 
     @torch.inference_mode()
