@@ -37,6 +37,7 @@ _MODULE_OF = {
     "RequestOutputKind": "sampling_params",
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
+    "SpeculativeConfig": "config",
 }
 
 __all__ = [
@@ -62,12 +63,13 @@ __all__ = [
     "RequestOutputKind",
     "RequestTimeoutError",
     "SamplingParams",
+    "SpeculativeConfig",
 ]
 
 if TYPE_CHECKING:
     from paged_backend.async_stream import AsyncStream
     from paged_backend.backend import Backend
-    from paged_backend.config import EngineConfig
+    from paged_backend.config import EngineConfig, SpeculativeConfig
     from paged_backend.engine.metrics import EngineStats
     from paged_backend.errors import (
         ConfigError,

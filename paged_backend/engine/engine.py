@@ -98,12 +98,17 @@ class Engine:
             logits = self._runner.execute(scheduled)
             self._collect_prompt_logprobs(scheduled, logits)
             sampled = self._scheduler.advance(scheduled)
-            tokens = self._sample(logits, sampled)
+            num_sampled = 0
+            while sampled:
+                tokens = self._sample(logits, sampled)
+                num_sampled += len(tokens)
+                outputs += self._update(sampled, tokens)
+                sampled = self._scheduler.accept(sampled)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(scheduled.scheduled))
             return outputs + self._fail_step(scheduled, error)
-        outputs += self._update(scheduled, sampled, tokens)
-        self._metrics.step(scheduled, len(sampled), time.monotonic() - start, self._scheduler)
+        outputs += self._emit_scored(scheduled)
+        self._metrics.step(scheduled, num_sampled, time.monotonic() - start, self._scheduler)
         return outputs
 
     def fail_all(self, error: Exception) -> list[EngineOutput]:
@@ -129,8 +134,6 @@ class Engine:
         return outputs
 
     def _sample(self, logits: Any, sampled: list[SampledSequence]) -> list[SampledToken | Exception]:
-        if not sampled:
-            return []
         rows = self._runner.rows(logits, [row for _, row in sampled])
         return list(self._sampler.sample(rows, [sequence for sequence, _ in sampled]))
 
@@ -150,9 +153,7 @@ class Engine:
             named = map(self._output_processor.named, self._sampler.prompt_logprobs(rows, token_ids, num_logprobs))
             request.prompt_logprobs[first:] = named
 
-    def _update(
-        self, scheduled: SchedulerOutput, sampled: list[SampledSequence], tokens: list[SampledToken | Exception]
-    ) -> list[EngineOutput]:
+    def _update(self, sampled: list[SampledSequence], tokens: list[SampledToken | Exception]) -> list[EngineOutput]:
         now = time.monotonic()
         outputs: list[EngineOutput] = []
         for (sequence, _), token in zip(sampled, tokens, strict=True):
@@ -165,10 +166,12 @@ class Engine:
                 sequence.request.metrics.first_token_time = now
             self._scheduler.update(sequence, token.token_id)
             outputs += self._write(sequence, token)
-        for sequence, _, _ in scheduled.scheduled:
-            if sequence.request.max_tokens == 0 and sequence.status is Status.FINISHED:
-                outputs += self._emit(sequence.request.sequences)
         return outputs
+
+    def _emit_scored(self, scheduled: SchedulerOutput) -> list[EngineOutput]:
+        """The news of those who wanted no tokens."""
+        scored = (sequence.request for sequence, _, _ in scheduled.scheduled if sequence.request.max_tokens == 0)
+        return [output for request in scored if request.is_finished for output in self._emit(request.sequences)]
 
     def _write(self, sequence: Sequence, token: SampledToken) -> list[EngineOutput]:
         try:
