@@ -4,8 +4,8 @@
 
 `copy`: the model goes on with a text that it has read twice, with another name in it the second time. `free`: it
 answers questions. Two engines, one with and one without speculation, live in a process each and take turns round by
-round. Run it on a quiet machine; the ratios count. `--steps` prints instead how long a step takes by its number of rows,
-which is what the rule that decides over drafts is made from.
+round. Run it on a quiet machine; the ratios count. `--steps` prints instead how long a step takes by its number of
+rows, which is what the rule that decides over drafts is made from.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Task(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a round took, and what the engine had counted by its end."""
+    """What a round took, and what the engine counted in it."""
 
     seconds: float
     num_draft_tokens: int
@@ -89,9 +89,9 @@ def serve(connection: Connection, model: str, dtype: str, speculative_config: di
     connection.send("ready")
     while (task := connection.recv()) is not None:
         run(llm, task._replace(num_tokens=1))
-        seconds = run(llm, task)
-        stats = llm.stats()
-        connection.send(Outcome(seconds, stats.num_draft_tokens, stats.num_accepted_tokens, stats.num_steps))
+        before, seconds, after = llm.stats(), run(llm, task), llm.stats()
+        counts = (getattr(after, name) - getattr(before, name) for name in Outcome._fields[1:])
+        connection.send(Outcome(seconds, *counts))
 
 
 def start(arguments: argparse.Namespace, speculative_config: dict[str, Any] | None) -> Connection:
@@ -113,15 +113,14 @@ def measure(engines: dict[str, Connection], arguments: argparse.Namespace, kind:
             outcomes[name].append(outcome)
             rates[name].append(num_sequences * arguments.tokens / outcome.seconds)
     ratios = [a / b for a, b in zip(rates["ngram"], rates["off"], strict=True)]
-    first, last = outcomes["ngram"][0], outcomes["ngram"][-1]
-    num_drafts = last.num_draft_tokens - first.num_draft_tokens
-    num_accepted = last.num_accepted_tokens - first.num_accepted_tokens
+    _, drafts, accepted, steps = zip(*outcomes["ngram"], strict=True)
     for name, values in rates.items():
         median = statistics.median(values)
         print(f"{kind:4} b{num_sequences:<3} {name:6} median {median:7.1f}, best {max(values):7.1f} tokens/s")
     print(
         f"ngram is {statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f}); "
-        f"{num_accepted} of {num_drafts} drafts accepted after the first round",
+        f"{sum(accepted)} of {sum(drafts)} drafts accepted, {sum(steps)} steps for "
+        f"{sum(outcome.num_steps for outcome in outcomes['off'])}",
         flush=True,
     )
 
