@@ -119,14 +119,14 @@ def test_every_delta_is_what_it_is_without_speculation(
 ) -> None:
     options |= {"num_blocks": room[0], "block_size": room[1], "max_model_len": MAX_LEN}
     engine = make_sampling_engine(speculation=SPECULATION, **options)
-    published = watch_published(engine)
+    published = PublishedTexts(engine)
     engine.run(*(make_request(**one) for one in requests))
     roomy = make_sampling_engine(max_model_len=MAX_LEN)
     roomy.run(*(make_request(**one) for one in requests))
 
     assert deltas(engine) == deltas(roomy)
     assert is_idle(engine.engine.stats())
-    check_published(engine, published)
+    published.check()
 
 
 def deltas(engine: EngineUnderTest) -> list[list[Any]]:
@@ -138,31 +138,40 @@ def deltas(engine: EngineUnderTest) -> list[list[Any]]:
     return result
 
 
-def watch_published(engine: EngineUnderTest) -> dict[int, BlockKey]:
-    """By block, under which key it was published last."""
-    published: dict[int, BlockKey] = {}
-    pool = engine.scheduler.kv_cache_manager.pool
-    publish = pool.publish
+class PublishedTexts:
+    """Every text that others could find in the cache at some time, from its start; and that it is there."""
 
-    def note(block: int, key: BlockKey) -> int:
-        if pool.find(key) is None:
-            published[block] = key
-        return publish(block, key)
+    def __init__(self, engine: EngineUnderTest) -> None:
+        self._engine = engine
+        self._pool = engine.scheduler.kv_cache_manager.pool
+        self._text_of_prefix_id: dict[object, tuple[int, ...]] = {}
+        self._block_of_key: dict[BlockKey, int] = {}
+        self._publish, self._pool.publish = self._pool.publish, self._note  # type: ignore[method-assign]
 
-    pool.publish = note  # type: ignore[method-assign]
-    return published
+    def _note(self, block: int, key: BlockKey) -> int:
+        before, token_ids = key
+        prefix_id = self._publish(block, key)
+        self._text_of_prefix_id[prefix_id] = self._text_of_prefix_id.get(before, ()) + token_ids
+        self._block_of_key[key] = block
+        return prefix_id
+
+    def check(self) -> None:
+        """Call it at the end: guesses that were wrong are in nobody's text."""
+        texts = [tuple(one.token_ids) for request in self._engine.requests.values() for one in request.sequences]
+        for published in self._text_of_prefix_id.values():
+            assert any(text[: len(published)] == published for text in texts)
+        for key, block in self._block_of_key.items():
+            if (found := self._pool.find(key)) is not None and found.block == block:
+                assert tuple(self._engine.runner.slots[block]) == key[1]
 
 
-def check_published(engine: EngineUnderTest, published: dict[int, BlockKey]) -> None:
-    """What others can find holds the tokens by which they find it, and these are of some request's text."""
-    pool = engine.scheduler.kv_cache_manager.pool
-    block_size = engine.scheduler.kv_cache_manager.block_size
-    texts = [tuple(sequence.token_ids) for request in engine.requests.values() for sequence in request.sequences]
-    for block, key in published.items():
-        if (found := pool.find(key)) is not None and found.block == block:
-            assert tuple(engine.runner.slots[block]) == key[1]
-            starts = range(0, MAX_LEN, block_size)
-            assert any(text[start : start + block_size] == key[1] for text in texts for start in starts)
+def test_a_guess_is_never_published_before_it_is_known_to_be_right() -> None:
+    engine = make_engine(speculation=SPECULATION, block_size=1)
+    published = PublishedTexts(engine)
+    wrong = make_request([1, 2, 3, 4, 5, 6, 7], extra_args={"forced": [1, *range(100, 108)]})
+    engine.run(wrong, copying(list(range(10, 30)), max_tokens=20))
+    published.check()
+    assert 0 < engine.engine.stats().draft_acceptance_rate < 1
 
 
 def test_a_copied_prompt_takes_few_steps_and_the_same_tokens() -> None:
@@ -419,6 +428,18 @@ def test_a_processor_that_fails_after_an_accepted_token_ends_its_request_alone()
     assert error.token_ids == [0, 1, 2]
     assert other == plain.run(others[1])[0]
     assert is_idle(engine.engine.stats())
+
+
+def test_a_guess_that_met_an_error_does_not_count_as_right() -> None:
+    def fives(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(output_ids) == 2:
+            raise ZeroDivisionError("on purpose")
+        return torch.full_like(logits, -torch.inf).index_fill_(0, torch.tensor(5), 0.0)
+
+    engine = make_sampling_engine(speculation=SPECULATION)
+    engine.run(make_request([5, 5, 5, 5], logits_processors=[fives]))
+    stats = engine.engine.stats()
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class Scheduler:
             # All who run are parked, and the first one who waits has no room beside them.
             self._preempt(self.running.pop())
             self._schedule_waiting(output)
-        if self._speculator is not None:
+        if self._speculator is not None and not num_preempted:
             self._schedule_drafts(output, self._speculator)
         return output
 
@@ -151,6 +151,7 @@ class Scheduler:
             self._add(output, sequence, min(sequence.num_tokens - sequence.num_computed_tokens, budget))
 
     def _schedule_drafts(self, output: SchedulerOutput, speculator: Speculator) -> None:
+        """Let sequences that compute just their newest token compute guesses at the next ones with it."""
         decoding = [
             index
             for index, (sequence, num_tokens, num_logits) in enumerate(output.scheduled)
