@@ -22,7 +22,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 3},
     "preempted": {"num_gpu_blocks_override": 16},
     "few at a time": {"max_num_seqs": 2},
-    "speculative": {"speculative_config": {"prompt_lookup_min": 1}},
     "no prefix cache": {"enable_prefix_caching": False, "num_gpu_blocks_override": 16},
 }
 
@@ -141,6 +140,17 @@ def test_every_setting_gives_the_same_beams_beside_sampled_requests() -> None:
         assert is_idle(stats), name
         if "num_gpu_blocks_override" in settings:
             assert stats.num_preemptions > 0, name
+
+
+def test_beams_are_not_speculated_on() -> None:
+    model = make_model("llama")
+    params = BeamSearchParams(beam_width=3, max_tokens=11)
+    prompt = [5, 6, 7] * 6
+    with make_llm(model, [PAD], speculative_config={"prompt_lookup_min": 1}) as llm:
+        check(llm.beam_search(prompt, params)[0].outputs, generated(model, prompt, [PAD], params))
+        assert llm.stats().num_draft_tokens == 0
+        llm.generate(prompt, SamplingParams(max_tokens=11))
+        assert llm.stats().num_draft_tokens > 0  # or the prompt would show nothing
 
 
 def test_the_best_n_come_back() -> None:
