@@ -144,12 +144,14 @@ def test_every_setting_gives_the_same_beams_beside_sampled_requests() -> None:
 
 def test_beams_are_not_speculated_on() -> None:
     model = make_model("llama")
-    params = BeamSearchParams(beam_width=3, max_tokens=11)
-    prompt = [5, 6, 7] * 6
+    prompt, allowed = [5, 6, 7] * 6, [5, 6, 7]  # whatever comes next was there before, and so is guessed on
+    params = BeamSearchParams(beam_width=3, max_tokens=11, allowed_token_ids=allowed)
+    with make_llm(model, [PAD]) as llm:
+        right = llm.beam_search(prompt, params)[0].outputs
     with make_llm(model, [PAD], speculative_config={"prompt_lookup_min": 1}) as llm:
-        check(llm.beam_search(prompt, params)[0].outputs, generated(model, prompt, [PAD], params))
+        assert llm.beam_search(prompt, params)[0].outputs == right
         assert llm.stats().num_draft_tokens == 0
-        llm.generate(prompt, SamplingParams(max_tokens=11))
+        llm.generate(prompt, SamplingParams(max_tokens=11, allowed_token_ids=allowed))
         assert llm.stats().num_draft_tokens > 0  # or the prompt would show nothing
 
 
