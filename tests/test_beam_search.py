@@ -242,12 +242,12 @@ def test_beams_of_the_demo_model_are_those_of_generate() -> None:
     folder = demo_folder(EngineConfig().cache_folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    full_stop = tokenizer.encode(".")  # which ends most outputs before their 24 tokens
-    prompts = ["The capital of France is", "Once upon a time there was a", "My favourite season is"]
+    full_stop = tokenizer.encode(".")  # which ends most outputs before their 16 tokens
+    prompts = ["The capital of France is", "My favourite season is"]
     with LLM("demo", dtype="float32", kv_cache_memory="256MiB", num_gpu_blocks_override=24) as llm:
-        for width, length_penalty in ((2, 1.0), (4, 0.0), (4, 2.0)):
+        for width, length_penalty in ((2, 1.0), (4, 0.0)):
             params = BeamSearchParams(
-                beam_width=width, length_penalty=length_penalty, max_tokens=24, stop_token_ids=full_stop
+                beam_width=width, length_penalty=length_penalty, max_tokens=16, stop_token_ids=full_stop
             )
             for prompt, output in zip(prompts, llm.beam_search(prompts, params), strict=True):
                 eos = [*full_stop, tokenizer.eos_token_id]
