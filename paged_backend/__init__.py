@@ -25,6 +25,7 @@ _MODULE_OF = {
     "EngineError": "errors",
     "EngineStats": "engine.metrics",
     "InvalidRequestError": "errors",
+    "InvalidToolCall": "outputs",
     "Logprob": "outputs",
     "MissingExtraError": "errors",
     "ModelError": "errors",
@@ -37,6 +38,7 @@ _MODULE_OF = {
     "RequestOutputKind": "sampling_params",
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
+    "ToolCall": "outputs",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "EngineError",
     "EngineStats",
     "InvalidRequestError",
+    "InvalidToolCall",
     "Logprob",
     "MissingExtraError",
     "ModelError",
@@ -62,6 +65,7 @@ __all__ = [
     "RequestOutputKind",
     "RequestTimeoutError",
     "SamplingParams",
+    "ToolCall",
 ]
 
 if TYPE_CHECKING:
@@ -82,7 +86,14 @@ if TYPE_CHECKING:
     )
     from paged_backend.handle import RequestHandle
     from paged_backend.llm import LLM
-    from paged_backend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from paged_backend.outputs import (
+        CompletionOutput,
+        InvalidToolCall,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+        ToolCall,
+    )
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
 
 

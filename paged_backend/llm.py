@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from paged_backend.async_stream import AsyncStream, run_off_loop
 from paged_backend.backend import Backend, load_backend
+from paged_backend.chat.chat_builder import check_parsers
 from paged_backend.chat.messages import Message
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
@@ -175,6 +176,10 @@ class LLM:
         A conversation is a list of `{"role": ..., "content": ...}`. Options besides those of all requests:
         `chat_template`, `add_generation_prompt`, `continue_final_message` (go on with the last message) and
         `chat_template_kwargs`. With `sampling_params=None`, the answer ends where the model ends it.
+
+        `tools`, `tool_choice` (`"auto"`, `"none"`, `"required"` or one by name) and `parallel_tool_calls` are OpenAI's;
+        calls come back in `tool_calls`, reasoning in `reasoning`, and neither is in `text`. `tool_call_parser` and
+        `reasoning_parser` override the engine's; None leaves all of it in the text.
         """
         return self._run(self._builder.chats(messages, sampling_params, final_only=True, **options), use_tqdm)
 
@@ -259,6 +264,7 @@ class LLM:
         self.instance_id = uuid.uuid4().hex
         """Tells this engine from all others, also from those of models with the same name."""
         self._check_process()
+        check_parsers(config.tool_call_parser, config.reasoning_parser)
         LLM._process_id = os.getpid()
         self.config = config
         self._loop = EngineLoop(max_num_queued_reqs=config.max_num_queued_reqs)
@@ -266,7 +272,11 @@ class LLM:
         self.model_name, self.max_model_len = facts.name, facts.limits.max_model_len
         encode_word = facts.tokenizer.encode_word if facts.tokenizer else None
         factory = RequestFactory(facts.limits, encode_word=encode_word, seed=config.seed)
-        self._builder = RequestBuilder(factory, facts.tokenizer, facts.default_sampling)
+        self._builder = RequestBuilder(
+            *(factory, facts.tokenizer, facts.default_sampling),
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
 
     @classmethod
     def _shared_slot(cls, model: Any, tokenizer: Any, config: dict[str, Any]) -> _SharedLLM:

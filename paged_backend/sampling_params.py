@@ -114,8 +114,8 @@ class SamplingParams:
     """Tokens per streamed output, at least 1."""
     structured_outputs: None = None
     """Not available yet."""
-    thinking_token_budget: None = None
-    """Not available yet."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning: after that many, its end is forced and the answer begins. None: no limit."""
     extra_args: Mapping[str, Any] | None = None
     """Carried along for extensions; the engine does not look at it."""
 
@@ -169,6 +169,7 @@ class SamplingParams:
         check.integer("logprobs", -1, optional=True)
         check.integer("prompt_logprobs", -1, optional=True)
         check.integer("stream_interval", 1)
+        check.integer("thinking_token_budget", 0, optional=True)
         check.flag("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
         check.flag("spaces_between_special_tokens")
         if self.temperature < GREEDY_BELOW:
@@ -194,9 +195,8 @@ class SamplingParams:
             check.fail("stop", "empty when detokenize=False, since stop strings are searched in the text")
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             check.fail("output_kind", "a RequestOutputKind or None")
-        for name in ("structured_outputs", "thinking_token_budget"):
-            if getattr(self, name) is not None:
-                check.fail(name, "None, since it is not available yet")
+        if self.structured_outputs is not None:
+            check.fail("structured_outputs", "None, since it is not available yet")
         if self.repetition_detection is not None and not isinstance(self.repetition_detection, RepetitionDetection):
             check.fail("repetition_detection", "a RepetitionDetection or None")
 

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 
-from paged_backend.engine.request import Request
+from paged_backend.engine.request import NO_MARKUP, Markup, Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import is_finite
 from paged_backend.sampling_params import SamplingParams
@@ -52,11 +52,17 @@ class RequestFactory:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        markup: Markup = NO_MARKUP,
     ) -> None:
         """Raises InvalidRequestError for what can never be served."""
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
         self._max_tokens(len(prompt_token_ids), params)
+        if params.thinking_token_budget is not None and not markup.knows_reasoning:
+            raise InvalidRequestError(
+                f"thinking_token_budget={params.thinking_token_budget} needs a model with a reasoning format, and none "
+                "was found in this one's chat template; name it with reasoning_parser=..., or leave the budget out"
+            )
         _check_extras(request_id, priority, cache_salt, timeout)
 
     def make(
@@ -70,6 +76,7 @@ class RequestFactory:
         cache_salt: str | None = None,
         timeout: float | None = None,
         final_only: bool = False,
+        markup: Markup = NO_MARKUP,
     ) -> Request:
         """Of what `check` has passed."""
         request = Request(
@@ -81,6 +88,7 @@ class RequestFactory:
             prompt=prompt,
             eos_token_ids=self._limits.eos_token_ids,
             bad_words_token_ids=self._bad_words(params),
+            markup=markup,
             priority=priority,
             cache_salt=cache_salt,
             final_only=final_only,

@@ -13,6 +13,7 @@ from paged_backend.sampling.constraints import ConstrainedRow, Constraints, appl
 from paged_backend.sampling.draw import Ints
 from paged_backend.sampling.logprobs import Logprobs, token_logprobs
 from paged_backend.sampling.penalties import PenalisedRow, TokenCounts, apply_penalties, has_penalties
+from paged_backend.sampling.thinking import ThinkingBudget, force_tokens
 
 _PROMPT_ROWS = 64
 """Rows of prompt logits turned into log-probabilities at a time, to bound the memory it takes."""
@@ -33,6 +34,10 @@ class _SamplingState:
         self.counts: TokenCounts | None = None
         if has_penalties(params):
             self.counts = TokenCounts(vocab_size, include_prompt=params.repetition_penalty != 1.0)
+        self.thinking: ThinkingBudget | None = None
+        marks, budget = sequence.request.markup.reasoning, params.thinking_token_budget
+        if marks is not None and budget is not None:
+            self.thinking = ThinkingBudget(marks, budget, sequence.num_prompt_tokens)
 
 
 class Sampler:
@@ -41,7 +46,7 @@ class Sampler:
     A token is a function of the sequence's parameters, tokens and seed and of its row of logits alone: nothing that
     the other rows of the batch are or ask for changes it, in any bit. Order of operations: raw log-probabilities,
     float32, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`,
-    draw.
+    draw. The end of the reasoning, once its budget is spent, is forced whatever these say.
 
     Where these ban every token of a row, the lowest of its `allowed_token_ids` is taken, or else token 0.
     """
@@ -87,6 +92,7 @@ class Sampler:
         """Applies constraints and penalties in place; returns the rows that have constraints."""
         constrained: list[ConstrainedRow] = []
         penalised: list[PenalisedRow] = []
+        forced: dict[int, int] = {}
         for row, sequence in enumerate(sequences):
             state = self._state(sequence)
             if state.constraints:
@@ -95,10 +101,14 @@ class Sampler:
             if state.counts is not None:
                 state.counts.catch_up(sequence.token_ids, sequence.num_prompt_tokens)
                 penalised.append(PenalisedRow(row, state.counts, sequence.request.params))
+            if state.thinking is not None and (token_id := state.thinking.next_token(sequence.token_ids)) is not None:
+                forced[row] = token_id
         if constrained:
             apply_constraints(logits, constrained)
         if penalised:
             apply_penalties(logits, penalised)
+        if forced:
+            force_tokens(logits, forced)
         return constrained
 
 
