@@ -9,7 +9,6 @@ from paged_backend.chat.tool_grammar import reasoning_grammar, tool_grammar
 from paged_backend.engine.request import NO_MARKUP, Markup, ReasoningMarks
 from paged_backend.errors import InvalidRequestError
 from paged_backend.sampling_params import SamplingParams
-from paged_backend.structured_outputs import StructuredOutputsParams
 
 
 def markup_of(chat: PreparedChat, tokenizer: Tokenizer) -> Markup:
@@ -17,13 +16,15 @@ def markup_of(chat: PreparedChat, tokenizer: Tokenizer) -> Markup:
     if form.is_plain:
         return Markup(knows_reasoning=form.reasoning is not None)
     special_ids = tokenizer.special_ids(form.markers)
+    is_answer = chat.tools is None or not chat.tools.is_constrained
     return Markup(
         output_format=form,
         kept_special_ids=frozenset(special_ids.values()),
         knows_reasoning=form.reasoning is not None,
         reasoning=_marks(form.reasoning, tokenizer),
-        reasoning_grammar=form.reasoning
-        and reasoning_grammar(form.reasoning, special_ids, is_answer=not (chat.tools and chat.tools.is_constrained)),
+        reasoning_grammar=reasoning_grammar(form.reasoning, special_ids, is_answer=is_answer)
+        if form.reasoning
+        else None,
     )
 
 
@@ -49,6 +50,8 @@ def constrained(params: SamplingParams, chat: PreparedChat, tokenizer: Tokenizer
         raise InvalidRequestError(
             "structured_outputs and tools that must be called, or are strict, exclude each other; give one of them"
         )
+    from paged_backend.structured_outputs import StructuredOutputsParams
+
     return params.replace(structured_outputs=StructuredOutputsParams(grammar=grammar))
 
 

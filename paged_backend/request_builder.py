@@ -76,9 +76,7 @@ class RequestBuilder:
             options,
         )
 
-    def chats(
-        self, messages: Any, sampling_params: Any, *, final_only: bool = False, **options: Any
-    ) -> list[Request]:
+    def chats(self, messages: Any, sampling_params: Any, *, final_only: bool = False, **options: Any) -> list[Request]:
         chat_options = ChatOptions(**{name: options.pop(name) for name in _CHAT_OPTIONS if name in options})
         conversations = list(messages) if _is_list_of_conversations(messages) else [messages]
         params = _params_for(len(conversations), sampling_params, self.default_chat_params)

@@ -12,7 +12,10 @@ Style = Literal["json", "keywords", "xml", "fields"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """Calls are written as `begin + call + (between + call)* + end`; in `call`, NAME and ARGUMENTS stand for a call's."""
+    """Calls are written as `begin + call + (between + call)* + end`.
+
+    In `call`, NAME and ARGUMENTS stand for those of a call.
+    """
 
     call: str
     begin: str = ""

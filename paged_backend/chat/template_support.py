@@ -157,7 +157,9 @@ def _as_text(messages: Chat, form: CallFormat) -> Chat:
 
 
 def _with_calls(message: Mapping[str, Any], form: CallFormat) -> str:
-    calls = [(call["function"].get("name", ""), call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    calls = [
+        (call["function"].get("name", ""), call["function"]["arguments"]) for call in message.get("tool_calls", ())
+    ]
     parts = [message["content"], form.write(calls) if calls else ""]
     return "\n".join(part for part in parts if part)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from paged_backend.chat.call_format import CallFormat
 from paged_backend.chat.pieces import Draft
 from paged_backend.chat.source import Malformed, Reading
@@ -15,7 +17,7 @@ _FENCE = "```tool_code"
 class PythonicParser(ToolParser):
     """Llama 3.2 and 4, and others: the answer begins with a list of calls, maybe within `<|python_start|>`."""
 
-    markers = (_START, _END)
+    markers: ClassVar[tuple[str, ...]] = (_START, _END)
     call_format = CallFormat(begin="[", call="NAME(ARGUMENTS)", between=", ", end="]", style="keywords")
 
     def run(self) -> Reading[None]:
