@@ -38,6 +38,7 @@ _MODULE_OF = {
     "RequestOutputKind": "sampling_params",
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
     "ToolCall": "outputs",
 }
 
@@ -65,6 +66,7 @@ __all__ = [
     "RequestOutputKind",
     "RequestTimeoutError",
     "SamplingParams",
+    "StructuredOutputsParams",
     "ToolCall",
 ]
 
@@ -95,6 +97,7 @@ if TYPE_CHECKING:
         ToolCall,
     )
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
+    from paged_backend.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

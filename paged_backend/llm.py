@@ -26,12 +26,13 @@ from paged_backend.engine.metrics import EngineStats
 from paged_backend.engine.outbox import Outbox
 from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.request import Request
-from paged_backend.engine.request_factory import Limits, RequestFactory
+from paged_backend.engine.request_factory import CompileGrammar, Limits, RequestFactory
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.errors import EngineDeadError
 from paged_backend.handle import RequestHandle
 from paged_backend.outputs import RequestOutput
 from paged_backend.request_builder import Prompt, RequestBuilder
+from paged_backend.sampling.grammar import GrammarCompiler
 from paged_backend.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class LLM:
         """`generate` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
         requests = await run_off_loop(
             lambda: self._builder.completions(prompts, sampling_params, final_only=True, **options),
-            is_long=_num_characters(prompts) > _MANY_CHARACTERS,
+            is_long=_takes_long(prompts, sampling_params),
         )
         return await self._arun(requests)
 
@@ -154,7 +155,7 @@ class LLM:
         async def submit() -> RequestHandle:
             requests = await run_off_loop(
                 lambda: self._builder.completions([prompt], sampling_params, **options),
-                is_long=_num_characters(prompt) > _MANY_CHARACTERS,
+                is_long=_takes_long(prompt, sampling_params),
             )
             return self._submit(requests)[0]
 
@@ -192,7 +193,7 @@ class LLM:
         """`chat` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
         requests = await run_off_loop(
             lambda: self._builder.chats(messages, sampling_params, final_only=True, **options),
-            is_long=_num_characters(messages) > _MANY_CHARACTERS,
+            is_long=_takes_long(messages, sampling_params),
         )
         return await self._arun(requests)
 
@@ -210,7 +211,7 @@ class LLM:
         async def submit() -> RequestHandle:
             requests = await run_off_loop(
                 lambda: self._builder.chats([messages], sampling_params, **options),
-                is_long=_num_characters(messages) > _MANY_CHARACTERS,
+                is_long=_takes_long(messages, sampling_params),
             )
             return self._submit(requests)[0]
 
@@ -271,7 +272,12 @@ class LLM:
         facts = self._loop.start(lambda: _assemble(load(), config))
         self.model_name, self.max_model_len = facts.name, facts.limits.max_model_len
         encode_word = facts.tokenizer.encode_word if facts.tokenizer else None
-        factory = RequestFactory(facts.limits, encode_word=encode_word, seed=config.seed)
+        factory = RequestFactory(
+            facts.limits,
+            encode_word=encode_word,
+            compile_grammar=_grammar_compiler(facts.limits, facts.tokenizer),
+            seed=config.seed,
+        )
         self._builder = RequestBuilder(
             *(factory, facts.tokenizer, facts.default_sampling),
             tool_call_parser=config.tool_call_parser,
@@ -357,6 +363,19 @@ def _assemble(backend: Backend, config: EngineConfig) -> tuple[Engine, _Facts]:
     )
     engine = Engine(backend.runner, backend.sampler, scheduler, processor)
     return engine, _Facts(backend.name, limits, backend.tokenizer, backend.default_sampling)
+
+
+def _grammar_compiler(limits: Limits, tokenizer: Tokenizer | None) -> CompileGrammar | None:
+    if tokenizer is None:
+        return None
+    return GrammarCompiler(tokenizer.backend, limits.vocab_size, limits.eos_token_ids).compile
+
+
+def _takes_long(prompts: Any, sampling_params: Any) -> bool:
+    """Whether making the requests would keep an event loop waiting."""
+    each = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params]
+    compiles = any(getattr(params, "structured_outputs", None) is not None for params in each)
+    return compiles or _num_characters(prompts) > _MANY_CHARACTERS
 
 
 def _num_characters(value: Any) -> int:

@@ -9,6 +9,7 @@ from paged_backend.chat.tool_grammar import reasoning_grammar, tool_grammar
 from paged_backend.engine.request import NO_MARKUP, Markup, ReasoningMarks
 from paged_backend.errors import InvalidRequestError
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.structured_outputs import StructuredOutputsParams
 
 
 def markup_of(chat: PreparedChat, tokenizer: Tokenizer) -> Markup:
@@ -50,8 +51,6 @@ def constrained(params: SamplingParams, chat: PreparedChat, tokenizer: Tokenizer
         raise InvalidRequestError(
             "structured_outputs and tools that must be called, or are strict, exclude each other; give one of them"
         )
-    from paged_backend.structured_outputs import StructuredOutputsParams
-
     return params.replace(structured_outputs=StructuredOutputsParams(grammar=grammar))
 
 

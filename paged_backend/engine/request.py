@@ -79,6 +79,8 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     markup: Markup = NO_MARKUP
+    grammar: Any = None
+    """What `params.structured_outputs` was compiled to; the sampler's."""
     priority: int = 0
     """Lower is served first."""
     cache_salt: str | None = None
@@ -104,7 +106,8 @@ class Request:
     @property
     def end_token_ids(self) -> frozenset[int]:
         """All ids that end a sequence: the model's own, unless ignored, and the user's."""
-        own = frozenset[int]() if self.params.ignore_eos else self.eos_token_ids
+        ignores_own = self.params.ignore_eos and self.grammar is None  # a complete output ends with its grammar
+        own = frozenset[int]() if ignores_own else self.eos_token_ids
         return own.union(self.stop_token_ids)
 
     @property

@@ -11,6 +11,8 @@ from paged_backend.sampling.candidates import take_rows
 from paged_backend.sampling.choice import choose
 from paged_backend.sampling.constraints import ConstrainedRow, Constraints, apply_constraints
 from paged_backend.sampling.draw import Ints
+from paged_backend.sampling.grammar import GrammarMatcher
+from paged_backend.sampling.grammar_rows import GrammarRows
 from paged_backend.sampling.logprobs import Logprobs, token_logprobs
 from paged_backend.sampling.penalties import PenalisedRow, TokenCounts, apply_penalties, has_penalties
 from paged_backend.sampling.thinking import ThinkingBudget, force_tokens
@@ -23,6 +25,10 @@ class SampledToken(NamedTuple):
     token_id: int
     logprobs: Logprobs | None
     """Of the raw logits; None if not asked for."""
+    is_complete: bool = False
+    """With this token the output is all that its grammar allows."""
+    error: Exception | None = None
+    """The row could not follow its grammar; the token means nothing."""
 
 
 class _SamplingState:
@@ -31,6 +37,8 @@ class _SamplingState:
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         params = sequence.request.params
         self.constraints = Constraints(sequence.request, vocab_size)
+        grammar = sequence.request.grammar
+        self.matcher: GrammarMatcher | None = None if grammar is None else grammar.matcher()
         self.counts: TokenCounts | None = None
         if has_penalties(params):
             self.counts = TokenCounts(vocab_size, include_prompt=params.repetition_penalty != 1.0)
@@ -45,10 +53,11 @@ class Sampler:
 
     A token is a function of the sequence's parameters, tokens and seed and of its row of logits alone: nothing that
     the other rows of the batch are or ask for changes it, in any bit. Order of operations: raw log-probabilities,
-    float32, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`,
-    draw. The end of the reasoning, once its budget is spent, is forced whatever these say.
+    float32, grammar, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, temperature, `min_p`, `top_k`,
+    `top_p`, draw. The end of the reasoning, once its budget is spent, is forced whatever these say.
 
-    Where these ban every token of a row, the lowest of its `allowed_token_ids` is taken, or else token 0.
+    Where these ban every token of a row, the most likely one that its grammar allows is taken; without a grammar, the
+    lowest of its `allowed_token_ids`, or else token 0.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -63,15 +72,18 @@ class Sampler:
         asking = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
         raw = take_rows(logits, asking).float().log_softmax(dim=1) if asking else None
         logits = logits.float()
+        grammars = GrammarRows(sequences, [self._state(sequence).matcher for sequence in sequences])
+        grammars.mask(logits)
         constrained = self._process(logits, sequences)
         tokens = choose(logits, sequences)
         if constrained:
             _replace_banned(tokens, logits, constrained)
         chosen: list[int] = tokens.tolist()
-        if raw is None:
-            return [SampledToken(token_id, None) for token_id in chosen]
-        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True))
-        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
+        verdicts = grammars.advance(chosen)
+        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True)) if raw is not None else {}
+        return [
+            SampledToken(token_id, logprobs.get(row), *verdicts.get(row, ())) for row, token_id in enumerate(chosen)
+        ]
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: list[int], num_logprobs: int) -> list[Logprobs]:
@@ -97,7 +109,9 @@ class Sampler:
             state = self._state(sequence)
             if state.constraints:
                 banned = state.constraints.banned(sequence.token_ids, sequence.num_output_tokens)
-                constrained.append(ConstrainedRow(row, state.constraints, banned))
+                # Asked for now, while the row is what its grammar made of it.
+                fallback = state.constraints.fallback if state.matcher is None else int(logits[row].argmax())
+                constrained.append(ConstrainedRow(row, state.constraints, banned, fallback))
             if state.counts is not None:
                 state.counts.catch_up(sequence.token_ids, sequence.num_prompt_tokens)
                 penalised.append(PenalisedRow(row, state.counts, sequence.request.params))
@@ -118,7 +132,7 @@ def _replace_banned(tokens: Ints, logits: torch.Tensor, constrained: list[Constr
     values = logits[rows, torch.from_numpy(tokens[rows]).to(logits.device)]
     for item, is_banned in zip(constrained, torch.isneginf(values).tolist(), strict=True):
         if is_banned:
-            tokens[item.row] = item.constraints.fallback
+            tokens[item.row] = item.fallback
 
 
 def _logprobs(raw: torch.Tensor, asking: list[int], chosen: list[int], sequences: list[Sequence]) -> list[Logprobs]:
