@@ -193,7 +193,7 @@ class LLM:
         """`chat` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
         requests = await run_off_loop(
             lambda: self._builder.chats(messages, sampling_params, final_only=True, **options),
-            is_long=_takes_long(messages, sampling_params),
+            is_long=_takes_long(messages, sampling_params, options.get("tools")),
         )
         return await self._arun(requests)
 
@@ -211,7 +211,7 @@ class LLM:
         async def submit() -> RequestHandle:
             requests = await run_off_loop(
                 lambda: self._builder.chats([messages], sampling_params, **options),
-                is_long=_takes_long(messages, sampling_params),
+                is_long=_takes_long(messages, sampling_params, options.get("tools")),
             )
             return self._submit(requests)[0]
 
@@ -371,11 +371,11 @@ def _grammar_compiler(limits: Limits, tokenizer: Tokenizer | None) -> CompileGra
     return GrammarCompiler(tokenizer.backend, limits.vocab_size, limits.eos_token_ids).compile
 
 
-def _takes_long(prompts: Any, sampling_params: Any) -> bool:
+def _takes_long(prompts: Any, sampling_params: Any, tools: Any = None) -> bool:
     """Whether making the requests would keep an event loop waiting."""
     each = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params]
     compiles = any(getattr(params, "structured_outputs", None) is not None for params in each)
-    return compiles or _num_characters(prompts) > _MANY_CHARACTERS
+    return compiles or bool(tools) or _num_characters(prompts) > _MANY_CHARACTERS
 
 
 def _num_characters(value: Any) -> int:
