@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -21,9 +22,11 @@ from paged_backend import (
     StructuredOutputsParams,
 )
 from paged_backend.chat.tokenizer import Tokenizer
+from paged_backend.chat.tool_grammar import tool_grammar
 from paged_backend.chat.tool_parsers import TOOL_PARSERS
 from paged_backend.chat.tools import check_tools
 from paged_backend.handle import _extend
+from paged_backend.sampling.grammar import GrammarCompiler, GrammarError
 
 WITH_TOOLS = """\
 {%- if tools %}<|im_start|>system
@@ -260,7 +263,7 @@ def test_the_last_output_of_a_stream_holds_the_calls(kind: RequestOutputKind) ->
     arguments = [output.outputs[0].tool_calls[0].arguments for output in outputs if output.outputs[0].tool_calls]
 
     assert arguments[-1] == '{"city": "Zürich"}'
-    assert all(later.startswith(earlier) for earlier, later in zip(arguments, arguments[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(arguments))
     assert len({id(output.outputs[0].tool_calls) for output in outputs}) == len(outputs)
 
 
@@ -308,13 +311,10 @@ def special_tokenizer(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-MISTRAL = "[TOOL_CALLS][ARGS]" + WITH_TEXT.replace("'[ARGS]'", "'[ARGS]'")
-
-
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 @pytest.mark.parametrize("final_only", [True, False])
 def test_marks_that_are_special_tokens_are_read_and_others_dropped(final_only: bool, skip_special_tokens: bool) -> None:
-    hf = special_tokenizer(MISTRAL)
+    hf = special_tokenizer(WITH_TEXT)
     params = forced('Hi<|im_end|>[TOOL_CALLS]weather[ARGS]{"city": "x"}', hf, skip_special_tokens=skip_special_tokens)
     with make_llm(tokenizer=Tokenizer(hf), eos_token_ids=[EOS], max_model_len=2000, num_blocks=2000) as llm:
         if final_only:
@@ -357,7 +357,7 @@ NESTED = {
     "type": "object",
     "properties": {
         "kind": {"enum": ["a", "b c"]},
-        "items": {"type": "array", "items": {"$ref": "#/$defs/item"}, "maxItems": 2},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/item"}, "maxItems": 1},
         "flag": {"type": "boolean"},
         "level": {"type": "integer", "minimum": 0, "maximum": 9},
     },
@@ -400,7 +400,7 @@ FAMILIES = sorted(set(TOOL_PARSERS) - {"qwen3_xml", "llama4_json", "llama4_pytho
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_required_call_is_valid_whatever_the_model_likes_to_write(random_llm: Any, name: str) -> None:
-    params = SamplingParams(temperature=1.0, max_tokens=1500, n=3, seed=5)
+    params = SamplingParams(temperature=1.0, max_tokens=600, n=2, seed=5)
     options = {"tool_choice": "required", "tool_call_parser": name, "parallel_tool_calls": False}
     [output] = random_llm.chat(ASK, params, tools=CONSTRAINED, **options)
 
@@ -433,19 +433,31 @@ def test_a_named_tool_is_the_one_that_is_called(random_llm: Any, called: str) ->
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_strict_tools_are_called_rightly_where_the_model_calls_at_all(random_llm: Any, name: str) -> None:
-    """The bias makes it begin a call, were it free to go on with anything."""
-    call_format = TOOL_PARSERS[name].call_format
-    opening = call_format.answer or call_format.trigger or call_format.begin or call_format.call[:1]
-    strict = [tool("nested", NESTED, strict=True)]
-    prompt = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]
-    params = SamplingParams(temperature=1.0, max_tokens=60, n=2, seed=2)
-    [output] = random_llm.chat(prompt, params, tools=strict, tool_call_parser=name)
+def test_strict_tools_leave_the_model_free_but_hold_their_calls_to_the_schema(name: str) -> None:
+    tokenizer = Tokenizer(special_tokenizer(WITH_TOOLS))
+    parser = TOOL_PARSERS[name]
+    form = parser.call_format
+    tools = check_tools([tool("nested", NESTED, strict=True)])
+    assert tools is not None
+    source = tool_grammar(tools, form, tokenizer.special_ids(parser.markers))
+    grammar = GrammarCompiler(tokenizer.backend, VOCAB_SIZE, [EOS]).compile(StructuredOutputsParams(grammar=source))
 
-    assert opening
-    for sample in output.outputs:
-        if sample.finish_reason == "stop":
-            assert sample.invalid_tool_calls == []
+    def is_allowed(text: str) -> bool:
+        matcher = grammar.matcher()
+        try:
+            matcher.catch_up(tokenizer.encode(text, add_special_tokens=False))
+        except GrammarError:
+            return False
+        return matcher.may_end
+
+    before = "" if form.answer or not form.trigger else "Let me see. "
+    call = form.write([("nested", {"kind": "b c", "level": 3})]).replace("'", '"')
+    assert is_allowed(f"{form.answer}An answer without calls.")
+    assert is_allowed(before + call)
+    assert not is_allowed(before + call.replace("b c", "z"))
+    assert not is_allowed(before + call.replace("3", "30"))
+    assert not is_allowed(before + call.replace("nested", "unknown"))
+    assert is_allowed(before + call + before + call) is bool(before)
 
 
 def test_tools_that_constrain_exclude_structured_outputs(random_llm: Any) -> None:

@@ -57,9 +57,8 @@ def _xml(lark: LarkWriter, name: str, schema: Mapping[str, Any], form: CallForma
     for index, (key, part, is_required) in enumerate(_properties(schema)):
         end = "\n</parameter>\n"
         value = f"{name}_{index}"
-        if part.get("enum") and all(isinstance(choice, str) for choice in part["enum"]):
-            choices = " | ".join(map(lark.literal, part["enum"]))
-            written = f"{lark.rule(value, choices)} {lark.literal(end)}"
+        if choices := _text_choices(part):
+            written = f"{lark.rule(value, ' | '.join(map(lark.literal, choices)))} {lark.literal(end)}"
         elif _is_text(part):
             written = lark.text_through(value, end)
         else:
@@ -81,7 +80,9 @@ def _fields(lark: LarkWriter, name: str, schema: Mapping[str, Any], form: CallFo
     items = []
     for index, (key, part, is_required) in enumerate(_properties(schema)):
         value = f"{name}_{index}"
-        if _is_text(part) and not part.get("enum"):
+        if choices := _text_choices(part):
+            written = lark.rule(value, " | ".join(lark.literal(form.quote + one + form.quote) for one in choices))
+        elif _is_text(part):
             written = f"{lark.literal(form.quote)} {lark.text_through(value, form.quote)}"
         else:
             written = lark.json(value, part)
@@ -98,6 +99,12 @@ def _properties(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]
     required = schema.get("required") or ()
     for key, part in (schema.get("properties") or {}).items():
         yield key, {**(part if isinstance(part, Mapping) else {}), **shared}, key in required
+
+
+def _text_choices(schema: Mapping[str, Any]) -> list[str]:
+    """The values of a parameter that takes certain texts and nothing else."""
+    choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    return list(choices) if all(isinstance(choice, str) for choice in choices) else []
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:
