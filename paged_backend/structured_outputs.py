@@ -29,7 +29,7 @@ class StructuredOutputsParams:
     """A JSON schema as a mapping or as text, or a type that pydantic knows: a model, a TypedDict, `list[int]`. Kept as
     text."""
     regex: str | None = None
-    """A regular expression without look-around and back references."""
+    r"""A regular expression without look-around and back references; `\d` and `\w` are ASCII."""
     choice: Sequence[str] | None = None
     """Texts of which the output is one."""
     grammar: str | None = None

@@ -157,13 +157,14 @@ def _compile(params: StructuredOutputsParams, reasoning: str | None, vocabulary:
 
 def _source(params: StructuredOutputsParams) -> str:
     """The grammar in the library's own format."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     if params.kind in ("json", "json_object"):
         source = _without_additional(params.source) if params.disable_additional_properties else params.source
         return str(LLMatcher.grammar_from_json_schema(source, overrides=_json_options(params)))
     if params.kind == "regex":
-        return str(LLMatcher.grammar_from_regex(params.source))
+        # \d and \w are ASCII, as in schemas: nobody who asks for digits means those of every script.
+        return str(LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(params.source, 'dw')}/"))
     if params.kind == "choice":
         literals = (json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(params.choice or ()))
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(literals)}"))
