@@ -8,14 +8,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from helpers import in_threads, make_llm
+from helpers import FakeRunner, in_threads, make_llm
 from helpers_models import EOS, VOCAB_SIZE, make_model, make_tokenizer
 from paged_backend import (
     LLM,
     CompletionOutput,
     ConfigError,
+    EngineConfig,
     InvalidRequestError,
     RequestOutputKind,
     SamplingParams,
@@ -26,6 +27,7 @@ from paged_backend.chat.tool_grammar import tool_grammar
 from paged_backend.chat.tool_parsers import TOOL_PARSERS
 from paged_backend.chat.tools import check_tools
 from paged_backend.handle import _extend
+from paged_backend.model.demo import demo_folder
 from paged_backend.sampling.grammar import GrammarCompiler, GrammarError
 
 WITH_TOOLS = """\
@@ -340,6 +342,30 @@ def test_channels_are_reasoning_calls_and_answer() -> None:
     assert (sample.reasoning, sample.text) == ("Rain?", "Done")
     assert [(call.name, call.arguments) for call in sample.tool_calls] == [("weather", '{"city": "x"}')]
     assert (without_tools.outputs[0].reasoning, without_tools.outputs[0].text) == ("Rain?", "Done")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> PreTrainedTokenizerFast:
+    """The demo model's tokenizer, where `}}` is one token and `<tool_call>` five."""
+    return AutoTokenizer.from_pretrained(demo_folder(EngineConfig().cache_folder), local_files_only=True)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("value", ["42", "true", "null", "[]", "{}", '{"a": {"b": "}}"}}', '"</tool_call> 🙂"'])
+def test_closing_braces_in_one_token_end_up_where_they_belong(
+    smollm2: PreTrainedTokenizerFast, value: str, size: int
+) -> None:
+    arguments = f'{{"id": {value}}}'
+    text = "\n".join([f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'] * 2)
+    params = SamplingParams(max_tokens=None, extra_args={"forced": [*smollm2.encode(text), 2]}, stream_interval=size)
+    runner = FakeRunner(num_blocks=2000, vocab_size=49152)
+    with make_llm(tokenizer=Tokenizer(smollm2), runner=runner, eos_token_ids=[2], max_model_len=4000) as llm:
+        streamed = joined(llm.stream_chat(ASK, params, tools=[tool()]))
+        [whole] = llm.chat(ASK, params, tools=[tool()])
+
+    for sample in (streamed, whole.outputs[0]):
+        assert [(call.index, call.arguments) for call in sample.tool_calls] == [(0, arguments), (1, arguments)]
+        assert (sample.text, sample.invalid_tool_calls) == ("", [])
 
 
 def test_tools_need_text() -> None:
