@@ -17,6 +17,7 @@ from paged_backend.sampling.grammar_rows import GrammarRows, Verdict
 from paged_backend.sampling.logprobs import Logprobs, token_logprobs
 from paged_backend.sampling.penalties import PenalisedRow, TokenCounts, apply_penalties, has_penalties
 from paged_backend.sampling.processors import Processors, run_processors
+from paged_backend.sampling.thinking import ThinkingBudget, force_tokens
 
 _PROMPT_ROWS = 64
 """Rows of prompt logits turned into log-probabilities at a time, to bound the memory it takes."""
@@ -45,6 +46,10 @@ class _SamplingState:
         if has_penalties(params):
             self.counts = TokenCounts(vocab_size, include_prompt=params.repetition_penalty != 1.0)
         self.processors = Processors(params.logits_processors) if params.logits_processors else None
+        self.thinking: ThinkingBudget | None = None
+        marks, budget = sequence.request.markup.reasoning, params.thinking_token_budget
+        if marks is not None and budget is not None:
+            self.thinking = ThinkingBudget(marks, budget, sequence.num_prompt_tokens)
 
 
 class Sampler:
@@ -53,7 +58,8 @@ class Sampler:
     A token is a function of the sequence's parameters, tokens and seed and of its row of logits alone: nothing that
     the other rows of the batch are or ask for changes it, in any bit. Order of operations: raw log-probabilities,
     float32, grammar, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, the caller's logits processors,
-    temperature, `min_p`, `top_k`, `top_p`, draw. A grammar holds whatever the caller's processors do.
+    temperature, `min_p`, `top_k`, `top_p`, draw. A grammar holds whatever the caller's processors do, and the end of
+    the reasoning, once its budget is spent, is forced whatever all of these say.
 
     Where these ban every token of a row, the most likely one that its grammar allows is taken; without a grammar, the
     lowest of its `allowed_token_ids`, or else token 0.
@@ -78,6 +84,7 @@ class Sampler:
         grammars.mask(logits)
         constrained = self._process(logits, sequences)
         errors = self._run_processors(logits, sequences, grammars)
+        self._force(logits, sequences)
         tokens = choose(logits, sequences)
         if constrained:
             _replace_banned(tokens, logits, constrained)
@@ -143,6 +150,14 @@ class Sampler:
         if penalised:
             apply_penalties(logits, penalised)
         return constrained
+
+    def _force(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
+        """Where enough was thought, the end of the reasoning comes next."""
+        states = ((row, self._state(sequence).thinking, sequence) for row, sequence in enumerate(sequences))
+        tokens = {row: budget.next_token(sequence.token_ids) for row, budget, sequence in states if budget is not None}
+        forced = {row: token_id for row, token_id in tokens.items() if token_id is not None}
+        if forced:
+            force_tokens(logits, forced)
 
     def _run_processors(
         self, logits: torch.Tensor, sequences: list[Sequence], grammars: GrammarRows
