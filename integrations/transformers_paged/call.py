@@ -16,8 +16,9 @@ from transformers_paged.fields import handed_over
 _MODEL_INPUTS = ("input_ids", "attention_mask")
 
 
-class HandedOver(Exception):  # noqa: N818 - not an error, unless the user wants it to be one
-    """The call asks for something that only the model's own `generate` can do; the text says for what."""
+class HandedOver(Exception):
+    """The call asks for something that only the model's own `generate` can do; the text says for what. An error only
+    for users who want it to be one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,9 @@ def understand(model: PreTrainedModel, arguments: Arguments) -> Call:
         config=config,
         prompts=prompts,
         mask=mask,
-        criteria=StoppingCriteriaList(one for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)),
+        criteria=StoppingCriteriaList(
+            one for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)
+        ),
         max_new_tokens=min(one.max_length for one in criteria if type(one) is MaxLengthCriteria) - prompts.shape[1],
         eos_token_ids=_eos_token_ids(criteria),
         pads_finished_rows=any(hasattr(one, "eos_token_id") for one in criteria),

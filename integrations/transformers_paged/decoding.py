@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,23 +15,63 @@ from paged_backend import LLM, EngineError, RequestHandle, SamplingParams
 from transformers_paged.call import Call
 from transformers_paged.rows import Row
 
-Prompts = list[dict[str, list[int]]]
+T = TypeVar("T")
+
+
+class InFlight:
+    """The requests of the `generate` calls inside `collect`, for whoever wants to end them from another thread."""
+
+    current: ContextVar[InFlight | None] = ContextVar("transformers_paged_in_flight", default=None)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handles: list[RequestHandle] = []
+        self._is_aborted = False
+
+    def collect(self, function: Callable[..., T], *args: Any) -> T:
+        token = self.current.set(self)
+        try:
+            return function(*args)
+        finally:
+            self.current.reset(token)
+
+    def add(self, handles: Sequence[RequestHandle]) -> None:
+        with self._lock:
+            self._handles += handles
+            is_aborted = self._is_aborted
+        if is_aborted:
+            self.abort()
+
+    def abort(self) -> None:
+        with self._lock:
+            self._is_aborted = True
+            handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.abort()
 
 
 def decode(llm: LLM, call: Call, params: Sequence[SamplingParams], rows: Sequence[Row]) -> Any:
     """Ids [rows, L + T], or a GenerateDecoderOnlyOutput. An error in a logits processor is raised as it was."""
-    prompts = [{"prompt_token_ids": call.token_ids(call.prompt_of(row))} for row in range(call.num_rows)]
+    step_by_step = bool(call.criteria) or call.streamer is not None
+    handles: list[RequestHandle] = []
     try:
-        if call.criteria or call.streamer is not None:
-            token_ids = _Lockstep(call, rows).run(llm, prompts, params)
+        for row, one in enumerate(params):
+            prompt = {"prompt_token_ids": call.token_ids(call.prompt_of(row))}
+            interval = 1 if step_by_step else call.max_new_tokens  # no news before the end
+            handles.append(llm.submit(prompt, one.replace(stream_interval=interval)))
+        if (in_flight := InFlight.current.get()) is not None:
+            in_flight.add(handles)
+        if step_by_step:
+            token_ids = _Lockstep(call, rows, handles).run()
         else:
-            outputs = llm.generate(prompts, list(params), use_tqdm=False)
-            token_ids = [output.outputs[0].token_ids for output in outputs]
+            token_ids = [handle.result().outputs[0].token_ids for handle in handles]
     except EngineError:
-        for row in rows:
-            if row.error is not None:
-                raise row.error from None
+        for error in (row.error for row in rows if row.error is not None):
+            raise error from None
         raise
+    finally:
+        for handle in handles:
+            handle.close()
     return _output(call, token_ids, rows)
 
 
@@ -39,29 +81,23 @@ class _Lockstep:
     The engine may be ahead of the reader: what it made after a row's end is dropped, and its request aborted.
     """
 
-    def __init__(self, call: Call, rows: Sequence[Row]) -> None:
+    def __init__(self, call: Call, rows: Sequence[Row], handles: Sequence[RequestHandle]) -> None:
         self._call = call
         self._rows = rows
+        self._readers = [_Reader(handle) for handle in handles]
         self._input_ids = call.input_ids
         self._token_ids: list[list[int]] = [[] for _ in range(call.num_rows)]
         self._scores: tuple[Tensor, ...] | None = () if call.captures("output_scores") else None
         self._is_unfinished = [True] * call.num_rows
 
-    def run(self, llm: LLM, prompts: Prompts, params: Sequence[SamplingParams]) -> list[list[int]]:
-        handles: list[RequestHandle] = []
-        try:
-            for prompt, one in zip(prompts, params, strict=True):
-                handles.append(llm.submit(prompt, one))
-            readers = [_Reader(handle) for handle in handles]
-            while any(self._is_unfinished):
-                self._step(readers)
-        finally:
-            for handle in handles:
-                handle.close()
+    def run(self) -> list[list[int]]:
+        """The ids that each row has got."""
+        while any(self._is_unfinished):
+            self._step()
         return self._token_ids
 
-    def _step(self, readers: Sequence[_Reader]) -> None:
-        call, pads = self._call, self._call.pads_finished_rows
+    def _step(self) -> None:
+        call, readers, pads = self._call, self._readers, self._call.pads_finished_rows
         reading = [is_unfinished or not pads for is_unfinished in self._is_unfinished]
         tokens = [call.pad_token_id] * len(reading)
         for row in (row for row, is_read in enumerate(reading) if is_read):

@@ -68,7 +68,7 @@ def enable(
         raise TypeError(f"enable() takes a loaded PreTrainedModel, not a {type(model).__name__}")
     if on_unsupported not in get_args(OnUnsupported):
         raise ConfigError(f"on_unsupported={on_unsupported!r} must be one of {', '.join(get_args(OnUnsupported))}")
-    now = _enabled(model)
+    now = _replacement(model)
     if now is not None and now.settings != (tokenizer, on_unsupported, engine):
         disable(model)
         now = None
@@ -81,7 +81,7 @@ def enable(
 
 def disable(model: PreTrainedModel) -> None:
     """Undo `enable`; the engine is closed unless somebody is using it. A model that is not enabled stays as it is."""
-    now = _enabled(model)
+    now = _replacement(model)
     if now is None:
         return
     del model.__dict__["generate"]
@@ -89,7 +89,13 @@ def disable(model: PreTrainedModel) -> None:
     now.release()
 
 
-def _enabled(model: PreTrainedModel) -> PagedGenerate | None:
+def enabled(model: PreTrainedModel) -> PagedModel | None:
+    """What `enable` returned, or None for a model that is not enabled."""
+    now = _replacement(model)
+    return None if now is None else PagedModel(model, now)
+
+
+def _replacement(model: PreTrainedModel) -> PagedGenerate | None:
     generate = model.__dict__.get("generate")
     return generate if isinstance(generate, PagedGenerate) else None
 
@@ -112,7 +118,10 @@ class PagedGenerate:
         """What the model itself had under that name, besides its class."""
         self._model = weakref.ref(model)
         self._lock = threading.Lock()
+        self._own_lock = threading.RLock()
         self._llm: LLM | None = None
+        self._room = 0
+        """Most tokens of a prompt and its output together."""
         self._snapshot: Snapshot | None = None
         self._warned: set[str] = set()
 
@@ -164,6 +173,8 @@ class PagedGenerate:
                 self._close()
             if self._llm is None or self._llm.is_closed:
                 self._llm = LLM.shared(model, tokenizer, **config)
+                num_slots = self._llm.stats().num_blocks * self._llm.config.block_size
+                self._room = min(self._llm.max_model_len, num_slots)
             elif before is not None and snapshot.values != before.values:
                 self._llm.reset_prefix_cache()
             self._snapshot = snapshot
@@ -193,7 +204,8 @@ class PagedGenerate:
             self._note(model, str(reason))
         own = self.replaced.get("generate") or type(model).generate.__get__(model)
         given = {name: getattr(arguments, name) for name in arguments.__slots__ if name != "kwargs"}
-        return own(**given, **arguments.kwargs)
+        with self._own_lock:  # however many threads there are: each call takes memory for its own cache
+            return own(**given, **arguments.kwargs)
 
     def _generate(self, model: PreTrainedModel, arguments: Arguments) -> Any:
         if model.training:
@@ -217,12 +229,9 @@ class PagedGenerate:
             llm = self.engine(model)
         except ModelError as error:  # the model was changed since it was enabled
             raise HandedOver(str(error)) from error
-        room = min(llm.max_model_len, llm.stats().num_blocks * llm.config.block_size)
         longest = int(call.mask.count_nonzero(dim=1).max()) + call.max_new_tokens
-        if longest > room:
-            raise HandedOver(
-                f"{longest} tokens of prompt and output (the engine has room for {room}; lower max_new_tokens)"
-            )
+        if longest > self._room:
+            raise HandedOver(f"more than the engine's {self._room} tokens of prompt and output (lower max_new_tokens)")
         return llm
 
     def _note(self, model: PreTrainedModel, reason: str) -> None:

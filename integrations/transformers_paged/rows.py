@@ -1,4 +1,4 @@
-"""What the engine is asked for each row of a `generate` call: its parameters, and transformers' processors if needed."""
+"""What the engine is asked for each row of a `generate` call, with transformers' own processors where needed."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _native(model: PreTrainedModel, call: Call) -> dict[str, Any] | None:
 def _native_sampling(config: GenerationConfig, params: dict[str, Any]) -> dict[str, Any] | None:
     temperature = 1.0 if config.temperature is None else config.temperature
     top_p = 1.0 if config.top_p is None else config.top_p
-    if not _TEMPERATURES[0] <= temperature <= _TEMPERATURES[1] or not 0.0 < top_p:
+    if not _TEMPERATURES[0] <= temperature <= _TEMPERATURES[1] or top_p <= 0.0:
         return None
     if config.min_p and top_p < 1.0:
         return None  # the engine takes min_p first, transformers top_p
