@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import transformers_paged
 from helpers_models import EOS, make_tokenizer
+from paged_backend import LLM
 
 ENGINE: dict[str, Any] = {"kv_cache_memory": "16MiB", "block_size": 4}
 TEXTS = ("Once upon a time", "a", "How do you do, my friend?")
@@ -22,6 +23,12 @@ def on_engine(model: PreTrainedModel, **options: Any) -> Iterator[PreTrainedMode
     """What the engine cannot do is an error in here, unless asked otherwise."""
     with transformers_paged.enable(model, **{"on_unsupported": "error"} | ENGINE | options):
         yield model
+
+
+def engine_of(model: PreTrainedModel) -> LLM:
+    paged = transformers_paged.model.enabled(model)
+    assert paged is not None
+    return paged.llm
 
 
 def own_generate(model: PreTrainedModel, **arguments: Any) -> Any:

@@ -17,8 +17,7 @@ _MODEL_INPUTS = ("input_ids", "attention_mask")
 
 
 class HandedOver(Exception):
-    """The call asks for something that only the model's own `generate` can do; the text says for what. An error only
-    for users who want it to be one."""
+    """Only the model's own `generate` can run the call; the text says why. An error only for users who want one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,7 @@ def understand(model: PreTrainedModel, arguments: Arguments) -> Call:
     Raises HandedOver for what the engine cannot do, and what transformers raises for what nobody can.
     """
     if unsupported := arguments.unsupported():
-        raise HandedOver(f"{unsupported}=")
+        raise HandedOver(f"{unsupported}= is not available on the engine")
     kwargs = {**arguments.kwargs}
     tokenizer = kwargs.pop("tokenizer", None)
     kwargs.pop("trust_remote_code", None)
@@ -110,10 +109,10 @@ def understand(model: PreTrainedModel, arguments: Arguments) -> Call:
     }
     config, model_kwargs = model._prepare_generation_config(arguments.generation_config, **kwargs)
     if field := handed_over(config):
-        raise HandedOver(field)
+        raise HandedOver(f"{field} is not available on the engine")
     if others := [name for name, value in model_kwargs.items() if value is not None and name not in _MODEL_INPUTS]:
         model._validate_model_kwargs(model_kwargs.copy())
-        raise HandedOver(f"{others[0]}=")
+        raise HandedOver(f"{others[0]}= is not available on the engine")
     _check_mode(model, config, arguments.streamer)
     prompts, mask = _prompts(model, config, arguments.inputs, model_kwargs)
     _prepare_length(model, config, prompts, is_default)
@@ -151,9 +150,9 @@ def _prompts(
     if mask is None:
         mask = model._prepare_attention_mask_for_generation(prompts, config, model_kwargs)
     if prompts.dim() != 2 or mask.shape != prompts.shape:
-        raise HandedOver(f"an attention mask of shape {list(mask.shape)} for ids of shape {list(prompts.shape)}")
+        raise HandedOver(f"the attention mask has shape {list(mask.shape)}, the ids {list(prompts.shape)}")
     if not mask.any(dim=1).all():
-        raise HandedOver("a prompt without tokens")
+        raise HandedOver("a prompt has no tokens")
     return prompts, mask.to(prompts.device)
 
 

@@ -209,12 +209,12 @@ class PagedGenerate:
 
     def _generate(self, model: PreTrainedModel, arguments: Arguments) -> Any:
         if model.training:
-            raise HandedOver("a model in training mode (call model.eval() first)")
+            raise HandedOver("the model is in training mode; call model.eval() first")
         if has_adapters(model):
-            raise HandedOver("a model with PEFT adapters")
+            raise HandedOver("the model has PEFT adapters, whose switches the engine cannot see; merge them first")
         call = understand(model, arguments)
         if (call.config.num_beams or 1) > 1:
-            raise HandedOver(f"num_beams={call.config.num_beams}")
+            raise HandedOver(f"num_beams={call.config.num_beams} is not available on the engine")
         llm = self._engine_for(model, call)
         params, rows = sampling_params(model, call)
         if call.streamer is not None:
@@ -231,20 +231,19 @@ class PagedGenerate:
             raise HandedOver(str(error)) from error
         longest = int(call.mask.count_nonzero(dim=1).max()) + call.max_new_tokens
         if longest > self._room:
-            raise HandedOver(f"more than the engine's {self._room} tokens of prompt and output (lower max_new_tokens)")
+            raise HandedOver(
+                f"prompt and output may take more than the {self._room} tokens that the engine has room for; "
+                "lower max_new_tokens"
+            )
         return llm
 
     def _note(self, model: PreTrainedModel, reason: str) -> None:
+        own = f"{type(model).__name__}.generate"
         if self.settings[1] == "error":
-            raise NotImplementedError(
-                f"generate() with {reason} is not available on the engine; "
-                f"enable(model, on_unsupported='fallback') leaves it to {type(model).__name__}.generate"
-            )
+            raise NotImplementedError(f"{reason}; with on_unsupported='fallback', {own} would run this call")
         if reason not in self._warned:
             self._warned.add(reason)
-            logger.warning(
-                "generate() with %s is not available on the engine: %s.generate runs it", reason, type(model).__name__
-            )
+            logger.warning("%s runs this call: %s", own, reason)
 
 
 def _same(value: Any) -> Any:
