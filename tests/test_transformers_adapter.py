@@ -58,6 +58,13 @@ CASES: dict[str, dict[str, Any]] = {
     "num_return_sequences": {"do_sample": True, "top_k": 1, "num_return_sequences": 3},
     "max_time": {"max_time": 60.0},
     "use_cache": {"use_cache": False},
+    "beams": {"num_beams": 3},
+    "all beams": {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": ENDS, "pad_token_id": 3},
+    "short beams": {"num_beams": 4, "length_penalty": -2.0, "early_stopping": True, "eos_token_id": ENDS},
+    "long beams": {"num_beams": 4, "length_penalty": 3.0, "early_stopping": "never", "eos_token_id": ENDS},
+    "beams and pad 0": {"num_beams": 2, "num_return_sequences": 2, "eos_token_id": ENDS, "pad_token_id": 0},
+    "beams without eos": {"num_beams": 2, "eos_token_id": None},
+    "beams and penalties": {"num_beams": 3, "repetition_penalty": 1.4, "min_new_tokens": 8, "eos_token_id": EOS},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda row, ids: [65 + row, 70 + len(ids) % 7]},
 }
 

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from paged_backend import LLM, ConfigError, EngineDeadError, ModelError
+from transformers_paged.beams import beam_search_params, search
 from transformers_paged.call import Arguments, Call, HandedOver, understand
 from transformers_paged.decoding import decode
 from transformers_paged.rows import sampling_params
@@ -214,7 +215,8 @@ class PagedGenerate:
             raise HandedOver("the model has PEFT adapters, whose switches the engine cannot see; merge them first")
         call = understand(model, arguments)
         if (call.config.num_beams or 1) > 1:
-            raise HandedOver(f"num_beams={call.config.num_beams} is not available on the engine")
+            beams = beam_search_params(model, call)
+            return search(self._engine_for(model, call), call, beams)
         llm = self._engine_for(model, call)
         params, rows = sampling_params(model, call)
         if call.streamer is not None:

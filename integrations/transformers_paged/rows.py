@@ -71,11 +71,11 @@ def sampling_params(model: PreTrainedModel, call: Call) -> tuple[list[SamplingPa
         temperature=1.0 if call.config.do_sample else 0.0,
         max_tokens=call.max_new_tokens,
         ignore_eos=True,
-        stop_token_ids=_in_vocabulary(model, call.eos_token_ids),
+        stop_token_ids=in_vocabulary(model, call.eos_token_ids),
         detokenize=False,
     )
     rows: list[Row] = []
-    if (native := _native(model, call)) is not None:
+    if (native := native_params(model, call)) is not None:
         params = [base.replace(**native)] * call.num_rows
     else:
         rows = [_row(model, call, row) for row in range(call.num_rows)]
@@ -87,13 +87,13 @@ def sampling_params(model: PreTrainedModel, call: Call) -> tuple[list[SamplingPa
     return params, rows
 
 
-def _in_vocabulary(model: PreTrainedModel, token_ids: frozenset[int]) -> list[int]:
+def in_vocabulary(model: PreTrainedModel, token_ids: frozenset[int]) -> list[int]:
     """Others are never generated."""
     vocab_size = model.config.get_text_config().vocab_size
     return sorted(token_id for token_id in token_ids if 0 <= token_id < vocab_size)
 
 
-def _native(model: PreTrainedModel, call: Call) -> dict[str, Any] | None:
+def native_params(model: PreTrainedModel, call: Call) -> dict[str, Any] | None:
     """The processors of the call in the engine's own parameters, or None if these cannot say the same."""
     config = call.config
     if call.logits_processor or call.prefix_allowed_tokens_fn:
