@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -51,3 +52,8 @@ def new_ids(output: Tensor, num_prompt_tokens: int) -> list[list[int]]:
 
 def same(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left, right)
+
+
+def cases(names: Iterable[str], *, everyday: str) -> list[Any]:
+    """Parameters for `parametrize`, of which the everyday run takes those named, and CI all."""
+    return [pytest.param(name, marks=[] if name in everyday.split(", ") else pytest.mark.slow) for name in names]

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from helpers import in_threads, is_idle, wait_until
 from helpers_models import EOS, make_model
-from helpers_transformers import encoded, engine_of, new_ids, on_engine, own_generate, same
+from helpers_transformers import cases, encoded, engine_of, new_ids, on_engine, own_generate, same
 from paged_backend import InvalidRequestError
 from transformers_paged.fields import FIELDS, By, handed_over
 
@@ -76,7 +76,13 @@ def llama() -> Iterator[PreTrainedModel]:
         yield model
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    cases(
+        CASES,
+        everyday="greedy, min_new_tokens, another pad, no eos, many at once, num_return_sequences, all beams, top_p 0",
+    ),
+)
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
 def test_generate_equals_transformers_own(llama: PreTrainedModel, case: str) -> None:
     arguments = {"max_new_tokens": NUM_NEW, "do_sample": False} | encoded() | CASES[case]
@@ -84,6 +90,7 @@ def test_generate_equals_transformers_own(llama: PreTrainedModel, case: str) -> 
     assert same(llama.generate(**arguments), right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen2", "gemma3_text", "gpt2", "gpt_neox", "mistral"])
 def test_other_architectures_equal_transformers_own(architecture: str) -> None:
     model = make_model(architecture)
@@ -223,6 +230,7 @@ def test_a_refused_row_leaves_nothing_of_its_call_behind(llama: PreTrainedModel)
     wait_until(lambda: is_idle(engine_of(llama).stats()))
 
 
+@pytest.mark.slow
 def test_calls_from_several_threads_share_steps(llama: PreTrainedModel) -> None:
     arguments = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 3}
     prompts = [encoded([text * 3]) for text in "abcdefgh"]

@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from helpers import is_idle, wait_until
 from helpers_models import make_model, make_tokenizer
-from helpers_transformers import encoded, engine_of, on_engine, own_generate, same
+from helpers_transformers import cases, encoded, engine_of, on_engine, own_generate, same
 from paged_backend import EngineError
 from transformers_paged.model import PagedGenerate
 
@@ -114,7 +114,7 @@ CRITERIA: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CRITERIA)
+@pytest.mark.parametrize("case", cases(CRITERIA, everyday="one row, no eos, stop string and eos, no time"))
 def test_rows_stop_where_they_stop_in_transformers(llama: PreTrainedModel, case: str) -> None:
     arguments = encoded() | {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 3} | CRITERIA[case]
     unstopped = arguments | {"stopping_criteria": None, "max_time": None, "stop_strings": None}
@@ -283,7 +283,7 @@ HANDED_OVER: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", HANDED_OVER)
+@pytest.mark.parametrize("case", cases(HANDED_OVER, everyday="output_attentions, cache, more than fits"))
 def test_what_the_engine_cannot_do_runs_in_transformers_or_is_refused(
     llama: PreTrainedModel, falling_back: PreTrainedModel, case: str, caplog: pytest.LogCaptureFixture
 ) -> None:

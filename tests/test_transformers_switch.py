@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForC
 import transformers_paged
 from helpers import in_threads
 from helpers_models import make_model, make_tokenizer
-from helpers_transformers import ENGINE, encoded, engine_of, on_engine, own_generate, same
+from helpers_transformers import ENGINE, cases, encoded, engine_of, on_engine, own_generate, same
 from paged_backend import LLM, ConfigError, ModelError, SamplingParams
 from transformers_paged.model import enabled
 
@@ -86,6 +86,7 @@ def test_batch_after_batch_comes_back_whole_and_the_model_computes_and_trains_as
     assert all(map(same, model.state_dict().values(), twin.state_dict().values()))
 
 
+@pytest.mark.slow
 def test_weights_are_not_copied() -> None:
     model = make_model("llama")
     with on_engine(model):
@@ -97,12 +98,17 @@ def test_weights_are_not_copied() -> None:
     assert set(output[:, -4:].flatten().tolist()) <= {65, 66}
 
 
-@pytest.mark.parametrize(
-    "optimizer", [torch.optim.SGD, torch.optim.AdamW, lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)]
-)
-def test_no_stale_prefix_is_used_after_an_optimizers_step(optimizer: Any) -> None:
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", cases(OPTIMIZERS, everyday="fused"))
+def test_no_stale_prefix_is_used_after_an_optimizers_step(optimizer: str) -> None:
     model = trainable()
-    steps = optimizer(model.parameters(), lr=0.05)
+    steps = OPTIMIZERS[optimizer](model.parameters())
     long = encoded(["The same long prompt, asked for again and again."]) | {"max_new_tokens": 8, "do_sample": False}
     with on_engine(model):
         outputs = []
@@ -151,6 +157,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.slow
 def test_changed_weights_are_noticed(change: Any) -> None:
     model = make_model("llama")
     with on_engine(model):
@@ -161,6 +168,7 @@ def test_changed_weights_are_noticed(change: Any) -> None:
         assert not same(after, before)
 
 
+@pytest.mark.slow
 def test_another_type_makes_another_engine() -> None:
     model = make_model("llama")
     with on_engine(model):
@@ -172,6 +180,7 @@ def test_another_type_makes_another_engine() -> None:
         assert first.is_closed and not engine_of(model).is_closed
 
 
+@pytest.mark.slow
 def test_a_type_the_engine_does_not_know_is_handed_over(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("llama")
     with on_engine(model, on_unsupported="fallback"):
@@ -180,6 +189,7 @@ def test_a_type_the_engine_does_not_know_is_handed_over(caplog: pytest.LogCaptur
     assert "float64" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_model_in_training_mode_is_handed_over_and_back() -> None:
     model = make_model("llama")
     with on_engine(model):
@@ -207,6 +217,7 @@ def test_copies_of_an_enabled_model_are_not_enabled(tmp_path: Path) -> None:
     assert same(loaded.generate(**GREEDY), right)
 
 
+@pytest.mark.slow
 def test_a_generate_of_the_instances_own_comes_back() -> None:
     model = make_model("llama")
 
@@ -221,6 +232,7 @@ def test_a_generate_of_the_instances_own_comes_back() -> None:
     assert model.generate is own
 
 
+@pytest.mark.slow
 def test_enabling_again_with_other_settings_replaces_them() -> None:
     model = make_model("llama")
     first = transformers_paged.enable(model, **ENGINE)
@@ -233,6 +245,7 @@ def test_enabling_again_with_other_settings_replaces_them() -> None:
     assert "generate" not in model.__dict__
 
 
+@pytest.mark.slow
 def test_frameworks_on_one_model_object_share_its_engine() -> None:
     model, tokenizer = make_model("llama"), make_tokenizer()
     llm = LLM.shared(model, tokenizer, **ENGINE)
@@ -244,6 +257,7 @@ def test_frameworks_on_one_model_object_share_its_engine() -> None:
     LLM.shared(model, tokenizer, **ENGINE).close()
 
 
+@pytest.mark.slow
 def test_disable_lets_others_finish() -> None:
     model = make_model("llama")
     paged = transformers_paged.enable(model, **ENGINE)
@@ -281,6 +295,7 @@ def test_what_cannot_be_enabled_says_why() -> None:
     assert "generate" not in t5.__dict__
 
 
+@pytest.mark.slow
 def test_weights_that_change_between_the_calls_of_threads_do_no_harm() -> None:
     model = make_model("llama")
     with on_engine(model):
