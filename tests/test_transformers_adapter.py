@@ -176,7 +176,7 @@ def test_samples_follow_torchs_seed(llama: PreTrainedModel) -> None:
         torch.manual_seed(seed)
         return llama.generate(**arguments, **more)
 
-    for more in ({}, {"top_p": 0.9, "min_p": 0.05}, {"temperature": 3.0}, {"no_repeat_ngram_size": 2}):
+    for more in ({}, {"no_repeat_ngram_size": 2}):
         first = sample(1, **more)
         assert same(sample(1, **more), first)
         assert not torch.equal(sample(2, **more), first)

@@ -190,7 +190,7 @@ def test_a_text_streamer_takes_one_row_and_says_so(llama: PreTrainedModel) -> No
 
 def test_tokens_are_streamed_while_they_are_generated(llama: PreTrainedModel) -> None:
     streamer = TextIteratorStreamer(TOKENIZER, skip_prompt=True, timeout=20)
-    arguments = encoded(["a"]) | {"max_new_tokens": 300, "eos_token_id": None, "pad_token_id": 3, "do_sample": False}
+    arguments = encoded(["a"]) | {"max_new_tokens": 150, "eos_token_id": None, "pad_token_id": 3, "do_sample": False}
     thread = threading.Thread(target=llama.generate, kwargs=arguments | {"streamer": streamer}, daemon=True)
     thread.start()
     next(iter(streamer))
