@@ -61,7 +61,7 @@ def start(kind: str, arguments: argparse.Namespace) -> Connection:
     """The near end of a new pipeline's process."""
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
-    context.Process(target=serve, args=(far, kind, arguments), daemon=True).start()
+    context.Process(target=serve, args=(far, kind, arguments)).start()
     far.close()
     assert near.recv() == "ready"
     return near

@@ -19,7 +19,7 @@ import transformers_paged
 from helpers import in_threads
 from helpers_models import make_model, make_tokenizer
 from helpers_transformers import ENGINE, cases, encoded, engine_of, on_engine, own_generate, same
-from paged_backend import LLM, ConfigError, ModelError, SamplingParams
+from paged_backend import LLM, ConfigError, EngineDeadError, ModelError, SamplingParams
 from transformers_paged.model import enabled
 
 GREEDY: dict[str, Any] = encoded() | {"max_new_tokens": 8, "do_sample": False}
@@ -37,7 +37,7 @@ def train_step(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> floa
     loss.backward()
     optimizer.step()
     model.eval()
-    return float(loss)
+    return loss.item()
 
 
 def traces(model: PreTrainedModel) -> dict[str, Any]:
@@ -133,6 +133,11 @@ def change_by_assigning_data(model: PreTrainedModel) -> None:
         parameter.data = parameter.data * 1.3
 
 
+def change_by_writing_through_data(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(1.3)
+
+
 def change_by_replacing_a_module(model: PreTrainedModel) -> None:
     model.model.layers[1].mlp = make_model("llama", seed=2).model.layers[1].mlp
 
@@ -150,6 +155,7 @@ CHANGES = [
     change_by_load_state_dict,
     change_by_assigning_a_parameter,
     change_by_assigning_data,
+    change_by_writing_through_data,
     change_by_replacing_a_module,
     change_by_a_hook,
     change_of_type,
@@ -308,6 +314,14 @@ def test_weights_that_change_between_the_calls_of_threads_do_no_harm() -> None:
 
         right = own_generate(model, **GREEDY)
         in_threads(*[work] * 4)
+
+
+def test_a_disabled_model_has_no_engine() -> None:
+    paged = transformers_paged.enable(make_model("llama"), **ENGINE)
+    with paged:
+        assert not paged.llm.is_closed
+    with pytest.raises(EngineDeadError, match="disabled"):
+        _ = paged.llm
 
 
 def test_one_warning_for_each_reason(caplog: pytest.LogCaptureFixture) -> None:

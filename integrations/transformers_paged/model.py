@@ -17,7 +17,7 @@ from transformers_paged.beams import beam_search_params, search
 from transformers_paged.call import Arguments, Call, HandedOver, understand
 from transformers_paged.decoding import decode
 from transformers_paged.rows import sampling_params
-from transformers_paged.weights import Snapshot, has_adapters
+from transformers_paged.weights import Change, Watch, has_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,16 @@ class PagedModel:
     ...     model.generate(**inputs)
     """
 
-    def __init__(self, model: PreTrainedModel, generate: PagedGenerate) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._generate = generate
 
     @property
     def llm(self) -> LLM:
         """The engine, as it is now: it is made anew if the model has been given other tensors."""
-        return self._generate.engine(self.model)
+        now = _replacement(self.model)
+        if now is None:
+            raise EngineDeadError("the model has been disabled; enable() it again")
+        return now.engine(self.model)
 
     def __enter__(self) -> PreTrainedModel:
         return self.model
@@ -77,7 +79,7 @@ def enable(
         now = PagedGenerate(model, tokenizer, on_unsupported, engine)
         now.engine(model)
         model.generate = now
-    return PagedModel(model, now)
+    return PagedModel(model)
 
 
 def disable(model: PreTrainedModel) -> None:
@@ -92,8 +94,7 @@ def disable(model: PreTrainedModel) -> None:
 
 def enabled(model: PreTrainedModel) -> PagedModel | None:
     """What `enable` returned, or None for a model that is not enabled."""
-    now = _replacement(model)
-    return None if now is None else PagedModel(model, now)
+    return None if _replacement(model) is None else PagedModel(model)
 
 
 def _replacement(model: PreTrainedModel) -> PagedGenerate | None:
@@ -123,7 +124,7 @@ class PagedGenerate:
         self._llm: LLM | None = None
         self._room = 0
         """Most tokens of a prompt and its output together."""
-        self._snapshot: Snapshot | None = None
+        self._watch = Watch()
         self._warned: set[str] = set()
 
     def __call__(
@@ -169,20 +170,20 @@ class PagedGenerate:
         """An engine on the model as it is now, with nothing in its prefix cache that older weights computed."""
         with self._lock:
             tokenizer, _, config = self.settings
-            snapshot, before = Snapshot.of(model), self._snapshot
-            if before is not None and snapshot.structure != before.structure:
+            change = self._watch.look(model)
+            if change is Change.STRUCTURE:
                 self._close()
             if self._llm is None or self._llm.is_closed:
                 self._llm = LLM.shared(model, tokenizer, **config)
                 num_slots = self._llm.stats().num_blocks * self._llm.config.block_size
                 self._room = min(self._llm.max_model_len, num_slots)
-            elif before is not None and snapshot.values != before.values:
-                self._llm.reset_prefix_cache()
-            self._snapshot = snapshot
+            if change is not Change.NOTHING:
+                self._llm.reset_prefix_cache()  # others may have used it before
             return self._llm
 
     def release(self) -> None:
         """Close the engine, unless it is at work for somebody."""
+        self._watch.close()
         with self._lock, contextlib.suppress(EngineDeadError):
             stats = self._llm.stats() if self._llm is not None else None
             if stats is not None and stats.num_running == stats.num_waiting == 0:
