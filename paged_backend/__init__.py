@@ -34,6 +34,7 @@ _MODULE_OF = {
     "ModelError": "errors",
     "OverloadedError": "errors",
     "PagedBackendError": "errors",
+    "PoolingParams": "pooling_params",
     "RepetitionDetection": "sampling_params",
     "RequestHandle": "handle",
     "RequestMetrics": "outputs",
@@ -63,6 +64,7 @@ __all__ = [
     "ModelError",
     "OverloadedError",
     "PagedBackendError",
+    "PoolingParams",
     "RepetitionDetection",
     "RequestHandle",
     "RequestMetrics",
@@ -98,7 +100,7 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from paged_backend.pooling_params import EmbeddingSupport
+    from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
 
 

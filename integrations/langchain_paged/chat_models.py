@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, Self
 
@@ -12,17 +10,17 @@ from langchain_core.language_models import BaseChatModel, LangSmithParams, Langu
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import RunnableConfig
-from langchain_core.runnables.config import get_config_list, patch_config
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import model_validator
 
 import paged_backend
-from langchain_paged.call import Call, given_sampling, settings_of_call
+from langchain_paged.call import Chat, given_sampling, settings_of_call
+from langchain_paged.engine_user import EngineUser, with_version
 from langchain_paged.outputs import AsyncChunks
-from langchain_paged.settings import RequestSettings, warn_of_unknown
-from paged_backend import LLM, AsyncStream, EngineConfig, SamplingParams
+from langchain_paged.settings import ChatSettings
+from paged_backend import AsyncStream, SamplingParams
 
 
-class ChatPaged(RequestSettings, BaseChatModel):
+class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
     """A chat model that runs in this process, on one paged and continuously batched engine per model.
 
     All ChatPaged objects of the same `model` and `engine_kwargs` share an engine, which is made at the first call and
@@ -41,7 +39,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
         model = ChatPaged(model="demo", temperature=0, max_tokens=100)
         ```
 
-        All settings of `RequestSettings` can be given here, to `bind` and to each call. An unknown name is a warning
+        All settings of `ChatSettings` can be given here, to `bind` and to each call. An unknown name is a warning
         here, as LangChain's models are often made from settings of other models, and an error in a call.
 
     Invoke:
@@ -83,47 +81,18 @@ class ChatPaged(RequestSettings, BaseChatModel):
         ```
     """
 
-    model: str = Field(default="", validation_alias=AliasChoices("model", "model_name"))
-    """`"demo"`, a folder, a `.gguf` file or a hub id. An `LLM` given here is taken as `llm`."""
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """How the engine is made: fields of `paged_backend.EngineConfig`, such as `{"kv_cache_memory": "2GiB"}`."""
-    llm: LLM | None = Field(default=None, exclude=True, repr=False)
-    """An engine to use instead of the shared one. It answers for its own name: a copy or a call with another `model`
-    uses the shared engine of that model."""
     streaming: bool | None = None
     """True: `invoke` streams for the callbacks' sake; False: `stream` does not stream."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
-        warn_of_unknown(cls, values)
-        spelling = "model" if "model" in values else "model_name"
-        model, llm = values.get(spelling), values.get("llm")
-        if isinstance(model, LLM):
-            model, llm = None, model
-        if model is None and isinstance(llm, LLM):
-            model = llm.model_name
-        if isinstance(model, os.PathLike):
-            model = os.fspath(model)
-        if not isinstance(model, str) or not model:
-            raise ValueError(
-                "model must be a name or a path; for a loaded model give llm=LLM(model, tokenizer) instead"
-            )
-        return {**values, spelling: model, "llm": llm}
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
         """Raise now what would be raised at the first call."""
-        EngineConfig(**self.engine_kwargs)
         SamplingParams(**{"max_tokens": None} | given_sampling(settings_of_call(self, None, {})))
         return self
 
     @model_validator(mode="after")
     def _set_paged_version(self) -> Self:
-        """Beside LangChain's own in the traces."""
-        metadata = self.metadata or {}
-        versions = {**metadata.get("lc_versions", {}), "paged-backend": paged_backend.__version__}
-        self.metadata = {**metadata, "lc_versions": versions}
+        self.metadata = with_version(self.metadata, paged_backend.__version__)
         return self
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -173,7 +142,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
     ) -> ChatResult:
         call = self._call(messages, stop, kwargs)
         llm = self._engine(call.model)
-        return call.result(llm.chat(call.messages, call.sampling_params(llm), use_tqdm=False, **call.options))
+        return call.chat_result(llm.chat(call.messages, call.sampling_params(llm), use_tqdm=False, **call.options))
 
     async def _agenerate(
         self,
@@ -184,7 +153,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
     ) -> ChatResult:
         call = self._call(messages, stop, kwargs)
         llm = await self._aengine(call.model)
-        return call.result(await llm.achat(call.messages, call.sampling_params(llm), **call.options))
+        return call.chat_result(await llm.achat(call.messages, call.sampling_params(llm), **call.options))
 
     def _stream(
         self,
@@ -195,7 +164,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         # LangChain itself reports each chunk to the callbacks: reporting it here too would count it twice.
         call = self._call(messages, stop, kwargs)
-        writer = call.chunk_writer()
+        writer = call.message_writer()
         llm = self._engine(call.model)
         with llm.stream_chat(call.messages, call.sampling_params(llm), **call.options) as outputs:
             for output in outputs:
@@ -215,7 +184,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
             llm = await self._aengine(call.model)
             return llm.astream_chat(call.messages, call.sampling_params(llm), **call.options)
 
-        return AsyncChunks(start, call.chunk_writer())
+        return AsyncChunks(start, call.message_writer())
 
     @property
     def _llm_type(self) -> str:
@@ -228,10 +197,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
         # LangChain puts the call's stop under `stop`, also if there is none, and would hide the field's.
         settings["stop_sequences"] = settings.pop("stop")
         given = {name: value for name, value in settings.items() if value is not None}
-        if self.llm is not None:
-            # Models that were loaded by hand may share a name.
-            given["llm"] = self.llm.instance_id
-        return {"model": self.model, "engine_kwargs": _differences_from_default(self._engine_config), **given}
+        return {**self._engine_identity, **given}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         own = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -256,52 +222,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
             profile["max_input_tokens"] = limit
         return profile
 
-    def __getstate__(self) -> dict[Any, Any]:
-        if self.llm is not None:
-            raise TypeError(
-                "a ChatPaged with llm=... cannot be pickled, since an engine lives in one process; with model=... and "
-                "engine_kwargs=... it can, and finds its engine, or loads it, where it is used"
-            )
-        return super().__getstate__()
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """Copies share the engine."""
-        memo = {} if memo is None else memo
-        memo[id(self.llm)] = self.llm
-        return super().__deepcopy__(memo)
-
-    @property
-    def _engine_config(self) -> EngineConfig:
-        own = self._own_engine(self.model)
-        return EngineConfig(**self.engine_kwargs) if own is None else own.config
-
-    def _own_engine(self, model: str) -> LLM | None:
-        return self.llm if self.llm is not None and self.llm.model_name == model else None
-
-    def _engine(self, model: str) -> LLM:
-        return self._own_engine(model) or LLM.shared(model, **self.engine_kwargs)
-
-    async def _aengine(self, model: str) -> LLM:
-        return self._own_engine(model) or await LLM.ashared(model, **self.engine_kwargs)
-
-    def _call(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Call:
+    def _call(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Chat:
         # `stream` has done its work in LangChain.
         settings = {name: value for name, value in kwargs.items() if name not in ("model", "stream")}
-        return Call.of(self, kwargs.get("model") or self.model, messages, stop, settings)
-
-    def _all_at_once(
-        self, config: RunnableConfig | Sequence[RunnableConfig] | None, num_inputs: int
-    ) -> list[RunnableConfig]:
-        """One config for each input. LangChain starts few threads, since it takes them for workers; ours only wait."""
-        most = min(num_inputs, self._engine_config.max_num_seqs)
-        return [
-            one if one.get("max_concurrency") is not None else patch_config(one, max_concurrency=most)
-            for one in get_config_list(config, num_inputs)
-        ]
-
-
-def _differences_from_default(config: EngineConfig) -> dict[str, Any]:
-    """The engine settings that somebody chose, always in the same order."""
-    default = EngineConfig()
-    names = [field.name for field in dataclasses.fields(config)]
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+        return Chat.of(self, kwargs.get("model") or self.model, messages, stop, settings)

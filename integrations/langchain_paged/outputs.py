@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.outputs import (
+    ChatGeneration,
+    ChatGenerationChunk,
+    ChatResult,
+    Generation,
+    GenerationChunk,
+    LLMResult,
+)
 
 from paged_backend import AsyncStream, CompletionOutput, Logprob, RequestOutput
+
+Chunk = TypeVar("Chunk")
+Chunk_co = TypeVar("Chunk_co", covariant=True)
 
 
 def chat_result(output: RequestOutput, model_name: str, *, num_top_logprobs: int) -> ChatResult:
@@ -25,7 +35,45 @@ def chat_result(output: RequestOutput, model_name: str, *, num_top_logprobs: int
     return ChatResult(generations=generations)
 
 
-class ChunkWriter:
+def llm_result(outputs: Sequence[RequestOutput], model_name: str, *, num_top_logprobs: int) -> LLMResult:
+    """All texts of each prompt; `llm_output` has the tokens of all prompts together."""
+    generations = [
+        [
+            Generation(
+                text=answer.text,
+                generation_info=_logprobs(answer, num_top_logprobs) | _ending(answer, model_name),
+            )
+            for answer in output.outputs
+        ]
+        for output in outputs
+    ]
+    return LLMResult(
+        generations=generations, llm_output={"token_usage": _token_usage(outputs), "model_name": model_name}
+    )
+
+
+class TextChunkWriter:
+    """Turns a stream's outputs into chunks; the last one says why the text ended and what it took."""
+
+    def __init__(self, model_name: str, *, num_top_logprobs: int) -> None:
+        self._model_name = model_name
+        self._num_top_logprobs = num_top_logprobs
+        self._num_output_tokens = 0
+
+    def write(self, output: RequestOutput) -> GenerationChunk | None:
+        """None if the output has nothing to show, such as half a character."""
+        self._num_output_tokens += output.num_output_tokens
+        (news,) = output.outputs
+        details = _logprobs(news, self._num_top_logprobs)
+        if output.finished:
+            usage = {"usage_metadata": _usage(output, self._num_output_tokens)}
+            return GenerationChunk(text=news.text, generation_info=details | _ending(news, self._model_name) | usage)
+        if not news.text and not details:
+            return None
+        return GenerationChunk(text=news.text, generation_info=details or None)
+
+
+class MessageChunkWriter:
     """Turns a stream's outputs into chunks; the last one says why the answer ended and what it took."""
 
     def __init__(self, model_name: str, *, num_top_logprobs: int, with_usage: bool) -> None:
@@ -48,27 +96,39 @@ class ChunkWriter:
         return ChatGenerationChunk(message=AIMessageChunk(content=news.text), generation_info=logprobs or None)
 
 
-class AsyncChunks:
+class _Writer(Protocol[Chunk_co]):
+    def write(self, output: RequestOutput) -> Chunk_co | None: ...
+
+
+class AsyncChunks(Generic[Chunk]):
     """The chunks of one answer, for an event loop.
 
     Dropping it aborts the request at once. An async generator would do so some turns of the loop later, or never if
     the loop ends first.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[AsyncStream]], writer: ChunkWriter) -> None:
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[AsyncStream]],
+        writer: _Writer[Chunk],
+        report: Callable[[Chunk], Awaitable[None]] | None = None,
+    ) -> None:
         self._start = start
         self._writer = writer
+        self._report = report
         self._stream: AsyncStream | None = None
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> ChatGenerationChunk:
+    async def __anext__(self) -> Chunk:
         if self._stream is None:
             self._stream = await self._start()
         while True:
             chunk = self._writer.write(await anext(self._stream))
             if chunk is not None:
+                if self._report is not None:
+                    await self._report(chunk)
                 return chunk
 
     async def aclose(self) -> None:
@@ -84,6 +144,18 @@ def _usage(output: RequestOutput, num_output_tokens: int) -> UsageMetadata:
         total_tokens=num_input_tokens + num_output_tokens,
         input_token_details=InputTokenDetails(cache_read=output.num_cached_tokens),
     )
+
+
+def _token_usage(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    """The tokens of all prompts and texts, in OpenAI's words."""
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(output.num_output_tokens for output in outputs)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "cached_tokens": sum(output.num_cached_tokens for output in outputs),
+    }
 
 
 def _ending(answer: CompletionOutput, model_name: str) -> dict[str, Any]:
