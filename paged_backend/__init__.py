@@ -42,6 +42,7 @@ _MODULE_OF = {
     "RequestOutputKind": "sampling_params",
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
+    "ScoreOutput": "outputs",
 }
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "RequestOutputKind",
     "RequestTimeoutError",
     "SamplingParams",
+    "ScoreOutput",
 ]
 
 if TYPE_CHECKING:
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
         Logprob,
         RequestMetrics,
         RequestOutput,
+        ScoreOutput,
     )
     from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams

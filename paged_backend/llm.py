@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
@@ -30,9 +31,10 @@ from paged_backend.engine.request_factory import Limits, RequestFactory
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.errors import EngineDeadError
 from paged_backend.handle import RequestHandle
-from paged_backend.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
-from paged_backend.request_builder import Prompt, RequestBuilder
+from paged_backend.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoreOutput
+from paged_backend.request_builder import Prompt, RequestBuilder, Scoring
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.scoring import score_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -212,6 +214,28 @@ class LLM:
 
         return AsyncStream(submit)
 
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Any, use_tqdm: bool = True, **options: Any
+    ) -> list[list[ScoreOutput]]:
+        """How likely given continuations are; per prompt, in order, one `ScoreOutput` for each of its continuations.
+
+        `continuations` has, for each prompt, one continuation or a list of them; for a prompt that is not in a list, it
+        is one continuation or a list of them. Each is text or token ids. What the continuations of a prompt, and
+        prompts, have in common is computed once. `scoring.pair_of` says where a continuation begins.
+        """
+        scoring = self._builder.scores(prompts, continuations, **options)
+        return _scores(scoring, self._run(scoring.requests, use_tqdm))
+
+    async def ascore(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Any, **options: Any
+    ) -> list[list[ScoreOutput]]:
+        """`score` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
+        scoring = await run_off_loop(
+            lambda: self._builder.scores(prompts, continuations, **options),
+            is_long=_num_characters(prompts) + _num_characters(continuations) > _MANY_CHARACTERS,
+        )
+        return _scores(scoring, await self._arun(scoring.requests))
+
     def embed(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, **options: Any
     ) -> list[EmbeddingRequestOutput]:
@@ -371,6 +395,11 @@ def _assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[
     )
     engine = Engine(backend.runner, backend.sampler, scheduler, processor)
     return engine, _Facts(backend.name, limits, backend.tokenizer, backend.default_sampling)
+
+
+def _scores(scoring: Scoring, outputs: list[RequestOutput]) -> list[list[ScoreOutput]]:
+    scores = iter([score_of(pair, output) for pair, output in zip(scoring.pairs, outputs, strict=True)])
+    return [list(itertools.islice(scores, num)) for num in scoring.nums]
 
 
 def _assemble_encoder(backend: EncoderBackend, config: EngineConfig) -> tuple[AnyEngine, _Facts]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -71,6 +72,31 @@ class RequestOutput:
     def num_output_tokens(self) -> int:
         """Tokens generated over all outputs, including those hidden from the text."""
         return sum(len(output.token_ids) for output in self.outputs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """How likely a given continuation of a prompt is."""
+
+    token_ids: tuple[int, ...]
+    """Of the continuation."""
+    logprobs: tuple[float, ...]
+    """The log-probability of each of them after all before it."""
+    is_greedy: bool
+    """Whether each of them is the most likely token in its place, so that greedy decoding would generate it."""
+    num_prompt_tokens: int = 0
+    """Tokens before the continuation."""
+    num_cached_tokens: int = 0
+    """How many of these were found in the prefix cache, or were being computed for another continuation."""
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation: the sum of `logprobs`."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclasses.dataclass(slots=True)

@@ -13,6 +13,7 @@ from paged_backend.engine.request_factory import RequestFactory
 from paged_backend.errors import InvalidRequestError, unknown_argument
 from paged_backend.pooling_params import PoolingParams
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.scoring import Pair, continuations_of, pair_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, which may hold a `cache_salt` too."""
@@ -20,6 +21,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 _OPTIONS = ("request_id", "priority", "cache_salt", "timeout")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
 _NOT_AVAILABLE_YET = ("lora_request", "tools", "prompt_adapter_request")
 
 
@@ -27,6 +29,15 @@ class _Prompt(NamedTuple):
     text: str | None
     token_ids: list[int]
     cache_salt: str | None = None
+    prompt_logprobs_start: int = 1
+
+
+class Scoring(NamedTuple):
+    """The requests of one call, in order, the pair of each, and how many pairs each prompt has."""
+
+    requests: list[Request]
+    pairs: list[Pair]
+    nums: list[int]
 
 
 class RequestBuilder:
@@ -88,6 +99,21 @@ class RequestBuilder:
         prompts = [_Prompt(text, self.tokenizer.encode_chat(text)) for text in texts]
         return self._requests(prompts, params, final_only, options)
 
+    def scores(self, prompts: Any, continuations: Any, **options: Any) -> Scoring:
+        is_one = _is_one_prompt(prompts)
+        prompts = [prompts] if is_one else list(prompts)
+        of_each = continuations_of(prompts, continuations, is_one=is_one)
+        pairs: list[Pair] = []
+        to_compute: list[_Prompt] = []
+        for prompt, its_continuations in zip(prompts, of_each, strict=True):
+            content, salt = _content(prompt)
+            for continuation in its_continuations:
+                pair = pair_of(content, continuation, lambda: self.tokenizer)
+                pairs.append(pair)
+                to_compute.append(_Prompt(None, pair.prompt + pair.continuation, salt, len(pair.prompt)))
+        requests = self._requests(to_compute, [_SCORING] * len(pairs), True, options)
+        return Scoring(requests, pairs, list(map(len, of_each)))
+
     def embeddings(
         self,
         prompts: Any,
@@ -120,21 +146,10 @@ class RequestBuilder:
         return prompt._replace(token_ids=prompt.token_ids[: limit - num_final] + end)
 
     def _read(self, prompt: Any) -> _Prompt:
-        if isinstance(prompt, Mapping):
-            for key in prompt:
-                if key not in _PROMPT_KEYS:
-                    raise InvalidRequestError(unknown_argument("a prompt", key, _PROMPT_KEYS))
-            known = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-            if not known:
-                raise InvalidRequestError(
-                    f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids': {prompt!r}"
-                )
-            return self._read(known[0])._replace(cache_salt=prompt.get("cache_salt"))
-        if hasattr(prompt, "tolist"):  # an array of ids
-            prompt = prompt.tolist()
-        if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)):
-            return _Prompt(None, [int(item) if isinstance(item, Integral) else item for item in prompt])
-        return _Prompt(prompt, self.tokenizer.encode(prompt))
+        content, salt = _content(prompt)
+        if isinstance(content, list):
+            return _Prompt(None, content, salt)
+        return _Prompt(content, self.tokenizer.encode(content), salt)
 
     def _requests(
         self,
@@ -177,9 +192,33 @@ class RequestBuilder:
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") if len(calls) > 1 else error from None
         return [
-            self._factory.make(prompt.token_ids, one, prompt=prompt.text, final_only=final_only, **extras)
+            self._factory.make(
+                prompt.token_ids,
+                one,
+                prompt=prompt.text,
+                prompt_logprobs_start=prompt.prompt_logprobs_start,
+                final_only=final_only,
+                **extras,
+            )
             for prompt, one, extras in calls
         ]
+
+
+def _content(prompt: Any) -> tuple[Any, str | None]:
+    """The text or the ids of a prompt, and its cache salt."""
+    if isinstance(prompt, Mapping):
+        for key in prompt:
+            if key not in _PROMPT_KEYS:
+                raise InvalidRequestError(unknown_argument("a prompt", key, _PROMPT_KEYS))
+        known = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not known:
+            raise InvalidRequestError(f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids': {prompt!r}")
+        return _content(known[0])[0], prompt.get("cache_salt")
+    if hasattr(prompt, "tolist"):  # an array of ids
+        prompt = prompt.tolist()
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)):
+        return [int(item) if isinstance(item, Integral) else item for item in prompt], None
+    return prompt, None
 
 
 def _params_for(num_prompts: int, params: Any, default: Callable[[], SamplingParams]) -> list[SamplingParams]:

@@ -53,6 +53,8 @@ class Request:
     """In seconds of `time.monotonic()`."""
     final_only: bool = False
     """Nobody looks at the output before its end, so there is no need to write it out step by step."""
+    prompt_logprobs_start: int = 1
+    """The first prompt position whose log-probabilities are wanted, if any are."""
     pooling: PoolingParams | None = None
     """Given for a request that wants a vector of its prompt, and no tokens."""
     embedding: list[float] | None = None
@@ -63,7 +65,7 @@ class Request:
     def __post_init__(self) -> None:
         self.sequences = [Sequence(self, index) for index in range(self.params.n)]
         if self.params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs = [None] * self.prompt_logprobs_start
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -81,14 +83,18 @@ class Request:
         return all(sequence.status is Status.FINISHED for sequence in self.sequences)
 
     @property
-    def needs_every_token(self) -> bool:
-        """True while something is asked of each prompt token that the prefix cache does not hold."""
-        return self.wants_prompt_logprobs or (self.pooling is not None and self.pooling.needs_every_token)
+    def first_logits(self) -> int | None:
+        """The first position of the prompt whose logits are still needed, for the log-probabilities of the token after
+        it; None if no prompt token lacks what was asked for."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) >= len(self.prompt_token_ids):
+            return None
+        return len(self.prompt_logprobs) - 1
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """True until every prompt token has its log-probabilities."""
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+    def first_needed(self) -> int | None:
+        """The first position of the prompt of which something is needed that the prefix cache does not hold: logits, or
+        hidden states to average over."""
+        return 0 if self.pooling is not None and self.pooling.needs_every_token else self.first_logits
 
 
 class Sequence:

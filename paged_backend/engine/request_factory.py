@@ -93,6 +93,7 @@ class RequestFactory:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        prompt_logprobs_start: int = 1,
         pooling: PoolingParams | None = None,
         final_only: bool = False,
     ) -> Request:
@@ -108,6 +109,7 @@ class RequestFactory:
             bad_words_token_ids=self._bad_words(params),
             priority=priority,
             cache_salt=cache_salt,
+            prompt_logprobs_start=prompt_logprobs_start,
             final_only=final_only,
             pooling=pooling,
         )
