@@ -12,17 +12,10 @@ from langchain_core.outputs import ChatResult, LLMResult
 from langchain_paged.messages import has_open_answer, to_openai
 from langchain_paged.outputs import MessageChunkWriter, TextChunkWriter, chat_result, llm_result
 from langchain_paged.settings import ChatSettings, RequestSettings, unknown_name
-from paged_backend import LLM, InvalidRequestError, RequestOutput, SamplingParams
+from langchain_paged.tools import to_structured_outputs, to_tool_choice, to_tools
+from paged_backend import LLM, InvalidRequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 
-_NOT_AVAILABLE_YET = (
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "functions",
-    "function_call",
-    "response_format",
-    "strict",
-)
+_OF_A_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "strict")
 _TEMPLATE_OPTIONS = ("chat_template", "chat_template_kwargs", "continue_final_message")
 _OPTIONS = (*_TEMPLATE_OPTIONS, "timeout", "priority", "cache_salt")
 _NOT_SAMPLING = (*_OPTIONS, "logprobs", "top_logprobs", "stream_usage")
@@ -38,7 +31,7 @@ class Completion:
     @property
     def options(self) -> dict[str, Any]:
         """What the engine's methods take besides prompts and sampling parameters."""
-        return {name: self.settings[name] for name in _OPTIONS if self.settings.get(name) is not None}
+        return _given_options(self.settings)
 
     def sampling_params(self, llm: LLM) -> SamplingParams:
         """The model's recommendations, with what was given."""
@@ -66,6 +59,7 @@ class Chat(Completion):
     """One conversation, and how it is answered."""
 
     messages: list[dict[str, Any]]
+    tool_options: dict[str, Any]
 
     @classmethod
     def of(
@@ -76,14 +70,23 @@ class Chat(Completion):
         stop: list[str] | None,
         kwargs: Mapping[str, Any],
     ) -> Self:
-        settings = settings_of_call(fields, stop, kwargs)
+        of_call = {name: value for name, value in kwargs.items() if name in _OF_A_CALL and value is not None}
+        settings = settings_of_call(fields, stop, {k: v for k, v in kwargs.items() if k not in _OF_A_CALL})
+        settings["structured_outputs"] = _one_of(settings["structured_outputs"], of_call.get("response_format"))
         if settings["continue_final_message"] is None:
             settings["continue_final_message"] = has_open_answer(messages)
-        return cls(model, settings, to_openai(messages))
+        return cls(model, settings, to_openai(messages), _tool_options(of_call))
 
     @property
-    def template_options(self) -> dict[str, Any]:
-        return {name: self.settings[name] for name in _TEMPLATE_OPTIONS}
+    def chat_options(self) -> dict[str, Any]:
+        """What the engine's chat methods take besides messages and sampling parameters."""
+        return _given_options(self.settings) | self.tool_options
+
+    @property
+    def prompt_options(self) -> dict[str, Any]:
+        """Those of them that make the prompt."""
+        of_template = {name: self.settings[name] for name in _TEMPLATE_OPTIONS if self.settings[name] is not None}
+        return of_template | self.tool_options
 
     def chat_result(self, outputs: Sequence[RequestOutput]) -> ChatResult:
         return chat_result(outputs[0], self.model, num_top_logprobs=self.num_top_logprobs)
@@ -98,19 +101,20 @@ class Chat(Completion):
 def settings_of_call(fields: RequestSettings, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Every setting's value for one call: the call's, else the field's.
 
-    Raises InvalidRequestError for a name that nobody knows, NotImplementedError for what is not available yet.
+    Raises InvalidRequestError for a name that nobody knows.
     """
     settings = ChatSettings if isinstance(fields, ChatSettings) else RequestSettings
     values = {name: getattr(fields, name) for name in settings.model_fields}
     for name, value in kwargs.items():
-        if name in values:
-            values[name] = value
-        elif name not in _NOT_AVAILABLE_YET:
-            raise InvalidRequestError(unknown_name(f"a call of {type(fields).__name__}", name, [*values, "model"]))
-        elif value:
-            raise NotImplementedError(f"{name}=... was given, but there are no tools and no structured output yet")
+        if name not in values:
+            of_call = _OF_A_CALL if settings is ChatSettings else ()
+            raise InvalidRequestError(
+                unknown_name(f"a call of {type(fields).__name__}", name, [*values, *of_call, "model"])
+            )
+        values[name] = value
     if stop is not None:
         values["stop"] = stop
+    values["structured_outputs"] = _structured_outputs(values["structured_outputs"])
     return values
 
 
@@ -123,3 +127,28 @@ def given_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
     if logprobs or (logprobs is None and num_top is not None):
         given["logprobs"] = num_top or 0
     return given
+
+
+def _given_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: settings[name] for name in _OPTIONS if settings.get(name) is not None}
+
+
+def _tool_options(of_call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's tools and what is said of them, in the engine's form."""
+    options: dict[str, Any] = {}
+    if of_call.get("tools"):
+        options["tools"] = to_tools(of_call["tools"], of_call.get("strict"))
+    if (choice := to_tool_choice(of_call.get("tool_choice"))) is not None:
+        options["tool_choice"] = choice
+    if "parallel_tool_calls" in of_call:
+        options["parallel_tool_calls"] = of_call["parallel_tool_calls"]
+    return options
+
+
+def _structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    return StructuredOutputsParams(**value) if isinstance(value, Mapping) else value
+
+
+def _one_of(structured_outputs: StructuredOutputsParams | None, response_format: Any) -> StructuredOutputsParams | None:
+    """The call's `response_format`, which counts more than the other way to say it."""
+    return to_structured_outputs(response_format) or structured_outputs

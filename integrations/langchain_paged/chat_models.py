@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables import Runnable, RunnableConfig
 from pydantic import model_validator
 
 import paged_backend
 from langchain_paged.call import Chat, given_sampling, settings_of_call
 from langchain_paged.engine_user import EngineUser, with_version
 from langchain_paged.outputs import AsyncChunks
-from langchain_paged.settings import ChatSettings
-from paged_backend import AsyncStream, SamplingParams
+from langchain_paged.settings import ChatSettings, unknown_name
+from langchain_paged.structured import parser_of, with_raw
+from langchain_paged.tools import Tool, check_choice, json_schema_of, name_of, to_choice_of, to_tool_choice, to_tools
+from paged_backend import AsyncStream, InvalidRequestError, SamplingParams
+
+_OF_STRUCTURED_OUTPUT = ("schema", "method", "include_raw", "strict")
 
 
 class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
@@ -75,6 +79,23 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
 
         Cancelling the task ends its requests.
 
+    Call tools:
+        ```python
+        answer = model.bind_tools([add], tool_choice="any").invoke("What is 2 + 3?")
+        answer.tool_calls
+        ```
+
+        Forced calls follow the tools' schemas, whatever the model.
+
+    Structured output:
+        ```python
+        model.with_structured_output(Person).invoke("Who wrote Faust?")
+        ```
+
+    Reasoning:
+        What a model thinks before its answer is in `additional_kwargs["reasoning_content"]` and in `content_blocks`, and
+        not in `content`. `chat_template_kwargs={"enable_thinking": False}` switches it off where the template can.
+
     Use an engine of your own, or a model that is loaded already:
         ```python
         ChatPaged(llm=LLM(hf_model, tokenizer))
@@ -106,8 +127,50 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
         if not messages:
             return 0
         call = self._call(messages, None, {"tools": tools})
-        tokenizer = self._engine(self.model).tokenizer
-        return len(tokenizer.encode_chat(tokenizer.render_chat(call.messages, **call.template_options)))
+        return len(self._engine(self.model).encode_chat(call.messages, **call.prompt_options))
+
+    def bind_tools(
+        self,
+        tools: Sequence[Tool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """A model that may call these tools: functions, classes, `BaseTool`s or OpenAI's definitions.
+
+        `tool_choice`: None or `"auto"` leaves it to the model, `"none"` forbids calls, `"any"`, `"required"` or True
+        forces at least one, and a name, or OpenAI's mapping with one, forces that tool. Forced calls follow the tool's
+        schema, as do all calls with `strict=True`. `parallel_tool_calls=False` allows one call per answer.
+        """
+        definitions, choice = to_tools(tools, strict), to_tool_choice(tool_choice)
+        check_choice(choice, definitions)
+        given = {"tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
+        given = {name: value for name, value in given.items() if value is not None}
+        return self.bind(tools=definitions, **given, **kwargs)
+
+    def with_structured_output(  # type: ignore[override]
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """A model whose answer is an object of `schema`: a pydantic class of either version, a TypedDict, a JSON schema
+        or an OpenAI function. The last three give a `dict`.
+
+        `json_schema` lets the model write nothing but JSON of that schema, `function_calling` forces a call of it,
+        `json_mode` forces some JSON object, whose form the prompt must ask for. An answer that is cut off raises
+        OutputParserException. With `include_raw`, there is no error but a `dict` of `raw`, `parsed` and `parsing_error`.
+        """
+        if kwargs:
+            raise InvalidRequestError(unknown_name("with_structured_output", next(iter(kwargs)), _OF_STRUCTURED_OUTPUT))
+        model = self._bind_schema(schema, method, strict)
+        parser = parser_of(schema, of_calls=method == "function_calling")
+        return with_raw(model, parser) if include_raw else model | parser
 
     def batch(
         self,
@@ -142,7 +205,7 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
     ) -> ChatResult:
         call = self._call(messages, stop, kwargs)
         llm = self._engine(call.model)
-        return call.chat_result(llm.chat(call.messages, call.sampling_params(llm), use_tqdm=False, **call.options))
+        return call.chat_result(llm.chat(call.messages, call.sampling_params(llm), use_tqdm=False, **call.chat_options))
 
     async def _agenerate(
         self,
@@ -153,7 +216,7 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
     ) -> ChatResult:
         call = self._call(messages, stop, kwargs)
         llm = await self._aengine(call.model)
-        return call.chat_result(await llm.achat(call.messages, call.sampling_params(llm), **call.options))
+        return call.chat_result(await llm.achat(call.messages, call.sampling_params(llm), **call.chat_options))
 
     def _stream(
         self,
@@ -166,7 +229,7 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
         call = self._call(messages, stop, kwargs)
         writer = call.message_writer()
         llm = self._engine(call.model)
-        with llm.stream_chat(call.messages, call.sampling_params(llm), **call.options) as outputs:
+        with llm.stream_chat(call.messages, call.sampling_params(llm), **call.chat_options) as outputs:
             for output in outputs:
                 if (chunk := writer.write(output)) is not None:
                     yield chunk
@@ -182,9 +245,23 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
 
         async def start() -> AsyncStream:
             llm = await self._aengine(call.model)
-            return llm.astream_chat(call.messages, call.sampling_params(llm), **call.options)
+            return llm.astream_chat(call.messages, call.sampling_params(llm), **call.chat_options)
 
         return AsyncChunks(start, call.message_writer())
+
+    def _bind_schema(self, schema: Any, method: str, strict: bool | None) -> Runnable[LanguageModelInput, AIMessage]:
+        traced = {"ls_structured_output_format": {"kwargs": {"method": method, "strict": strict}, "schema": schema}}
+        if method == "json_mode":
+            return self.bind(response_format={"type": "json_object"}, **(traced if schema is not None else {}))
+        if schema is None:
+            raise InvalidRequestError(f"method={method!r} needs a schema; method='json_mode' does not")
+        if method == "json_schema":
+            json_schema = {"name": name_of(schema), "schema": json_schema_of(schema), "strict": True}
+            return self.bind(response_format={"type": "json_schema", "json_schema": json_schema}, **traced)
+        if method == "function_calling":
+            name = to_tools([schema])[0]["function"]["name"]
+            return self.bind_tools([schema], tool_choice=to_choice_of(name), strict=strict, parallel_tool_calls=False, **traced)
+        raise InvalidRequestError(f"method={method!r} must be one of 'json_schema', 'function_calling', 'json_mode'")
 
     @property
     def _llm_type(self) -> str:
@@ -212,9 +289,11 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
             audio_inputs=False,
             video_inputs=False,
             text_outputs=True,
-            reasoning_output=False,
-            tool_calling=False,
-            structured_output=False,
+            tool_calling=True,
+            tool_choice=True,
+            tool_call_streaming=True,
+            structured_output=True,
+            open_weights=True,
         )
         own = self._own_engine(self.model)
         limit = self._engine_config.max_model_len if own is None else own.max_model_len

@@ -16,6 +16,7 @@ from langchain_core.outputs import (
     LLMResult,
 )
 
+from langchain_paged.tools import CallPieces, calls_of
 from paged_backend import AsyncStream, CompletionOutput, Logprob, RequestOutput
 
 Chunk = TypeVar("Chunk")
@@ -27,7 +28,7 @@ def chat_result(output: RequestOutput, model_name: str, *, num_top_logprobs: int
     usage = _usage(output, output.num_output_tokens)
     generations = [
         ChatGeneration(
-            message=AIMessage(content=answer.text, usage_metadata=usage),
+            message=_message(answer, usage),
             generation_info=_logprobs(answer, num_top_logprobs) | _ending(answer, model_name),
         )
         for answer in output.outputs
@@ -50,6 +51,22 @@ def llm_result(outputs: Sequence[RequestOutput], model_name: str, *, num_top_log
     return LLMResult(
         generations=generations, llm_output={"token_usage": _token_usage(outputs), "model_name": model_name}
     )
+
+
+def _message(answer: CompletionOutput, usage: UsageMetadata) -> AIMessage:
+    tool_calls, invalid_tool_calls = calls_of(answer)
+    return AIMessage(
+        content=answer.text,
+        additional_kwargs=_reasoning(answer),
+        tool_calls=tool_calls,
+        invalid_tool_calls=invalid_tool_calls,
+        usage_metadata=usage,
+    )
+
+
+def _reasoning(answer: CompletionOutput) -> dict[str, Any]:
+    """Where LangChain looks for reasoning that it makes content blocks of."""
+    return {} if answer.reasoning is None else {"reasoning_content": answer.reasoning}
 
 
 class TextChunkWriter:
@@ -81,19 +98,23 @@ class MessageChunkWriter:
         self._num_top_logprobs = num_top_logprobs
         self._with_usage = with_usage
         self._num_output_tokens = 0
+        self._calls = CallPieces()
 
     def write(self, output: RequestOutput) -> ChatGenerationChunk | None:
         """None if the output has nothing to show, such as half a character."""
         self._num_output_tokens += output.num_output_tokens
         (news,) = output.outputs
-        logprobs = _logprobs(news, self._num_top_logprobs)
+        details = _logprobs(news, self._num_top_logprobs)
+        message = AIMessageChunk(
+            content=news.text, additional_kwargs=_reasoning(news), tool_call_chunks=self._calls.of(news)
+        )
         if output.finished:
-            usage = _usage(output, self._num_output_tokens) if self._with_usage else None
-            last = AIMessageChunk(content=news.text, usage_metadata=usage, chunk_position="last")
-            return ChatGenerationChunk(message=last, generation_info=logprobs | _ending(news, self._model_name))
-        if not news.text and not logprobs:
+            message.usage_metadata = _usage(output, self._num_output_tokens) if self._with_usage else None
+            message.chunk_position = "last"
+            return ChatGenerationChunk(message=message, generation_info=details | _ending(news, self._model_name))
+        if not (news.text or details or message.additional_kwargs or message.tool_call_chunks):
             return None
-        return ChatGenerationChunk(message=AIMessageChunk(content=news.text), generation_info=logprobs or None)
+        return ChatGenerationChunk(message=message, generation_info=details or None)
 
 
 class _Writer(Protocol[Chunk_co]):

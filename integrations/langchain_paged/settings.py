@@ -53,6 +53,11 @@ class RequestSettings(BaseModel):
     """True: the answer's metadata has each token's log-probability under `logprobs`, in OpenAI's form."""
     top_logprobs: int | None = None
     """As many of the most likely tokens are listed with each token; implies `logprobs`."""
+    structured_outputs: Any = None
+    """What the text must match from its first to its last character: a `paged_backend.StructuredOutputsParams`, or its
+    fields, such as `{"regex": "[0-9]+"}`, `{"choice": ["yes", "no"]}` or `{"json": schema}`."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning, for models that reason; the answer is then begun."""
     timeout: float | None = None
     """Seconds until the request is given up with a TimeoutError."""
     priority: int | None = None
