@@ -29,6 +29,7 @@ _MODULE_OF = {
     "EngineError": "errors",
     "EngineStats": "engine.metrics",
     "InvalidRequestError": "errors",
+    "InvalidToolCall": "outputs",
     "Logprob": "outputs",
     "MissingExtraError": "errors",
     "ModelError": "errors",
@@ -43,6 +44,8 @@ _MODULE_OF = {
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
+    "StructuredOutputsParams": "structured_outputs",
+    "ToolCall": "outputs",
 }
 
 __all__ = [
@@ -60,6 +63,7 @@ __all__ = [
     "EngineError",
     "EngineStats",
     "InvalidRequestError",
+    "InvalidToolCall",
     "Logprob",
     "MissingExtraError",
     "ModelError",
@@ -74,6 +78,8 @@ __all__ = [
     "RequestTimeoutError",
     "SamplingParams",
     "ScoreOutput",
+    "StructuredOutputsParams",
+    "ToolCall",
 ]
 
 if TYPE_CHECKING:
@@ -98,13 +104,16 @@ if TYPE_CHECKING:
         CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
+        InvalidToolCall,
         Logprob,
         RequestMetrics,
         RequestOutput,
         ScoreOutput,
+        ToolCall,
     )
     from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
+    from paged_backend.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from paged_backend.async_stream import AsyncStream, run_off_loop
 from paged_backend.backend import Backend, EncoderBackend, load_backend
+from paged_backend.chat.chat_builder import check_parsers
 from paged_backend.chat.messages import Message
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
@@ -27,12 +28,13 @@ from paged_backend.engine.metrics import EngineStats
 from paged_backend.engine.outbox import Outbox
 from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.request import Request
-from paged_backend.engine.request_factory import Limits, RequestFactory
+from paged_backend.engine.request_factory import CompileGrammar, Limits, RequestFactory
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.errors import EngineDeadError
 from paged_backend.handle import RequestHandle
 from paged_backend.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoreOutput
 from paged_backend.request_builder import Prompt, RequestBuilder, Scoring
+from paged_backend.sampling.grammar import GrammarCompiler
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.scoring import score_of
 
@@ -142,7 +144,7 @@ class LLM:
         """`generate` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
         requests = await run_off_loop(
             lambda: self._builder.completions(prompts, sampling_params, final_only=True, **options),
-            is_long=_num_characters(prompts) > _MANY_CHARACTERS,
+            is_long=_takes_long(prompts, sampling_params),
         )
         return await self._arun(requests)
 
@@ -156,7 +158,7 @@ class LLM:
         async def submit() -> RequestHandle:
             requests = await run_off_loop(
                 lambda: self._builder.completions([prompt], sampling_params, **options),
-                is_long=_num_characters(prompt) > _MANY_CHARACTERS,
+                is_long=_takes_long(prompt, sampling_params),
             )
             return self._submit(requests)[0]
 
@@ -178,6 +180,10 @@ class LLM:
         A conversation is a list of `{"role": ..., "content": ...}`. Options besides those of all requests:
         `chat_template`, `add_generation_prompt`, `continue_final_message` (go on with the last message) and
         `chat_template_kwargs`. With `sampling_params=None`, the answer ends where the model ends it.
+
+        `tools`, `tool_choice` (`"auto"`, `"none"`, `"required"` or one by name) and `parallel_tool_calls` are OpenAI's;
+        calls come back in `tool_calls`, reasoning in `reasoning`, and neither is in `text`. `tool_call_parser` and
+        `reasoning_parser` override the engine's; None leaves all of it in the text.
         """
         return self._run(self._builder.chats(messages, sampling_params, final_only=True, **options), use_tqdm)
 
@@ -190,7 +196,7 @@ class LLM:
         """`chat` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
         requests = await run_off_loop(
             lambda: self._builder.chats(messages, sampling_params, final_only=True, **options),
-            is_long=_num_characters(messages) > _MANY_CHARACTERS,
+            is_long=_takes_long(messages, sampling_params, options.get("tools")),
         )
         return await self._arun(requests)
 
@@ -208,7 +214,7 @@ class LLM:
         async def submit() -> RequestHandle:
             requests = await run_off_loop(
                 lambda: self._builder.chats([messages], sampling_params, **options),
-                is_long=_num_characters(messages) > _MANY_CHARACTERS,
+                is_long=_takes_long(messages, sampling_params, options.get("tools")),
             )
             return self._submit(requests)[0]
 
@@ -274,6 +280,10 @@ class LLM:
         """The Hugging Face tokenizer itself, as in vLLM."""
         return self.tokenizer.hf_tokenizer
 
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The prompt's token ids as `chat` sends them; options are those of `chat` that make the prompt."""
+        return self._builder.chat_token_ids(messages, **options)
+
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters, taken between two steps."""
         return self._loop.call(lambda engine: engine.stats())
@@ -304,14 +314,24 @@ class LLM:
         self.instance_id = uuid.uuid4().hex
         """Tells this engine from all others, also from those of models with the same name."""
         self._check_process()
+        check_parsers(config.tool_call_parser, config.reasoning_parser)
         LLM._process_id = os.getpid()
         self.config = config
         self._loop = EngineLoop(max_num_queued_reqs=config.max_num_queued_reqs)
         facts = self._loop.start(lambda: _assemble(load(), config))
         self.model_name, self.max_model_len = facts.name, facts.limits.max_model_len
         encode_word = facts.tokenizer.encode_word if facts.tokenizer else None
-        factory = RequestFactory(facts.limits, encode_word=encode_word, seed=config.seed)
-        self._builder = RequestBuilder(factory, facts.tokenizer, facts.default_sampling)
+        factory = RequestFactory(
+            facts.limits,
+            encode_word=encode_word,
+            compile_grammar=_grammar_compiler(facts.limits, facts.tokenizer),
+            seed=config.seed,
+        )
+        self._builder = RequestBuilder(
+            *(factory, facts.tokenizer, facts.default_sampling),
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
 
     @classmethod
     def _shared_slot(cls, model: Any, tokenizer: Any, config: dict[str, Any]) -> _SharedLLM:
@@ -434,6 +454,19 @@ def _embedding(request: Request, output: RequestOutput) -> EmbeddingRequestOutpu
         num_cached_tokens=output.num_cached_tokens,
         metrics=output.metrics,
     )
+
+
+def _grammar_compiler(limits: Limits, tokenizer: Tokenizer | None) -> CompileGrammar | None:
+    if tokenizer is None:
+        return None
+    return GrammarCompiler(tokenizer.backend, limits.vocab_size, limits.eos_token_ids).compile
+
+
+def _takes_long(prompts: Any, sampling_params: Any, tools: Any = None) -> bool:
+    """Whether making the requests would keep an event loop waiting."""
+    each = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params]
+    compiles = any(getattr(params, "structured_outputs", None) is not None for params in each)
+    return compiles or bool(tools) or _num_characters(prompts) > _MANY_CHARACTERS
 
 
 def _num_characters(value: Any) -> int:

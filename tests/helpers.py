@@ -84,6 +84,8 @@ class FakeRunner:
 class FakeToken(NamedTuple):
     token_id: int
     logprobs: RawLogprobs | None
+    is_complete: bool = False
+    error: Exception | None = None
 
 
 class FakeSampler:

@@ -150,7 +150,7 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
         given = {name: value for name, value in given.items() if value is not None}
         return self.bind(tools=definitions, **given, **kwargs)
 
-    def with_structured_output(  # type: ignore[override]
+    def with_structured_output(
         self,
         schema: dict[str, Any] | type | None = None,
         *,
@@ -260,7 +260,9 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
             return self.bind(response_format={"type": "json_schema", "json_schema": json_schema}, **traced)
         if method == "function_calling":
             name = to_tools([schema])[0]["function"]["name"]
-            return self.bind_tools([schema], tool_choice=to_choice_of(name), strict=strict, parallel_tool_calls=False, **traced)
+            return self.bind_tools(
+                [schema], tool_choice=to_choice_of(name), strict=strict, parallel_tool_calls=False, **traced
+            )
         raise InvalidRequestError(f"method={method!r} must be one of 'json_schema', 'function_calling', 'json_mode'")
 
     @property

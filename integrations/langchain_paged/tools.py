@@ -89,7 +89,10 @@ def to_structured_outputs(response_format: object) -> StructuredOutputsParams | 
 def json_schema_of(schema: Any) -> dict[str, Any]:
     """The JSON schema of a pydantic class of either version, a TypedDict, an OpenAI function, or of itself."""
     if isinstance(schema, type) and is_basemodel_subclass(schema):
-        own: dict[str, Any] = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema.schema()
+        of_class: Any = schema
+        own: dict[str, Any] = (
+            of_class.model_json_schema() if hasattr(schema, "model_json_schema") else of_class.schema()
+        )
         return own
     if isinstance(schema, Mapping) and not {"function", "parameters"} & schema.keys():
         return dict(schema)

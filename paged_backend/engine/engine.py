@@ -158,7 +158,10 @@ class Engine:
                 continue
             if sequence.request.metrics.first_token_time is None:
                 sequence.request.metrics.first_token_time = now
-            self._scheduler.update(sequence, token.token_id)
+            if token.error is not None:
+                outputs += self._fail(sequence.request, engine_error("the output could not go on:", token.error))
+                continue
+            self._scheduler.update(sequence, token.token_id, is_complete=token.is_complete)
             outputs += self._write(sequence, token)
         for sequence, _, _ in scheduled.scheduled:
             if sequence.request.max_tokens == 0 and sequence.status is Status.FINISHED:

@@ -8,14 +8,18 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any
 
-from paged_backend.engine.request import Request
+from paged_backend.engine.request import NO_MARKUP, Markup, Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import is_finite
 from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.structured_outputs import StructuredOutputsParams
 
 EncodeWord = Callable[[str], tuple[tuple[int, ...], ...]]
+CompileGrammar = Callable[[StructuredOutputsParams, str | None], Any]
+"""Given what outputs must match, and the grammar of what may come before it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +46,17 @@ class Limits:
 class RequestFactory:
     """Makes requests in the callers' threads. What it has made can be served: nothing checks again."""
 
-    def __init__(self, limits: Limits, *, encode_word: EncodeWord | None, seed: int | None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        encode_word: EncodeWord | None,
+        compile_grammar: CompileGrammar | None,
+        seed: int | None,
+    ) -> None:
         self._limits = limits
         self._encode_word = encode_word
+        self._compile_grammar = compile_grammar
         self._seeds = random.Random(seed)
         self._lock = threading.Lock()
 
@@ -74,6 +86,7 @@ class RequestFactory:
         cache_salt: str | None = None,
         timeout: float | None = None,
         pooling: PoolingParams | None = None,
+        markup: Markup = NO_MARKUP,
     ) -> None:
         """Raises InvalidRequestError for what can never be served."""
         if pooling is None:
@@ -81,6 +94,12 @@ class RequestFactory:
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
         self._max_tokens(len(prompt_token_ids), params)
+        if params.thinking_token_budget is not None and not markup.knows_reasoning:
+            raise InvalidRequestError(
+                f"thinking_token_budget={params.thinking_token_budget} needs a model with a reasoning format, and none "
+                "was found in this one's chat template; name it with reasoning_parser=..., or leave the budget out"
+            )
+        self._grammar(params, markup)
         _check_extras(request_id, priority, cache_salt, timeout)
 
     def make(
@@ -96,6 +115,7 @@ class RequestFactory:
         prompt_logprobs_start: int = 1,
         pooling: PoolingParams | None = None,
         final_only: bool = False,
+        markup: Markup = NO_MARKUP,
     ) -> Request:
         """Of what `check` has passed."""
         request = Request(
@@ -107,6 +127,8 @@ class RequestFactory:
             prompt=prompt,
             eos_token_ids=self._limits.eos_token_ids,
             bad_words_token_ids=self._bad_words(params),
+            markup=markup,
+            grammar=self._grammar(params, markup),
             priority=priority,
             cache_salt=cache_salt,
             prompt_logprobs_start=prompt_logprobs_start,
@@ -175,6 +197,14 @@ class RequestFactory:
             return ()
         assert self._encode_word is not None
         return tuple(spelling for word in params.bad_words for spelling in self._encode_word(word) if spelling)
+
+    def _grammar(self, params: SamplingParams, markup: Markup) -> Any:
+        """Compiled here, in the caller's thread; the compiler keeps it for the next time."""
+        if params.structured_outputs is None:
+            return None
+        if self._compile_grammar is None:
+            raise InvalidRequestError("structured_outputs needs a tokenizer, and this engine has none")
+        return self._compile_grammar(params.structured_outputs, markup.reasoning_grammar)
 
 
 def _check_extras(request_id: object, priority: object, cache_salt: object, timeout: object) -> None:

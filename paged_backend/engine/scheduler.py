@@ -175,10 +175,10 @@ class Scheduler:
             else:
                 self._wait_again(child)
 
-    def update(self, sequence: Sequence, token_id: int) -> None:
-        """Append a sampled token, and finish the sequence if it was its last."""
+    def update(self, sequence: Sequence, token_id: int, *, is_complete: bool = False) -> None:
+        """Append a sampled token, and finish the sequence if it was its last, or if nothing may follow."""
         sequence.token_ids.append(token_id)
-        reason, stop_reason = stop_after(sequence, self.max_len)
+        reason, stop_reason = stop_after(sequence, self.max_len, is_complete=is_complete)
         if reason is not None:
             self.finish(sequence, reason, stop_reason)
 

@@ -11,9 +11,12 @@ from paged_backend.sampling.candidates import take_rows
 from paged_backend.sampling.choice import choose
 from paged_backend.sampling.constraints import ConstrainedRow, Constraints, apply_constraints
 from paged_backend.sampling.draw import Ints
+from paged_backend.sampling.grammar import GrammarMatcher
+from paged_backend.sampling.grammar_rows import GrammarRows
 from paged_backend.sampling.logprobs import Logprobs, token_logprobs
 from paged_backend.sampling.penalties import PenalisedRow, TokenCounts, apply_penalties, has_penalties
 from paged_backend.sampling.processors import Processors, run_processors
+from paged_backend.sampling.thinking import ThinkingBudget, force_tokens
 
 _PROMPT_ROWS = 64
 """Rows of prompt logits turned into log-probabilities at a time, to bound the memory it takes."""
@@ -23,6 +26,10 @@ class SampledToken(NamedTuple):
     token_id: int
     logprobs: Logprobs | None
     """Of the raw logits; None if not asked for."""
+    is_complete: bool = False
+    """With this token the output is all that its grammar allows."""
+    error: Exception | None = None
+    """The row could not follow its grammar; the token means nothing."""
 
 
 class _SamplingState:
@@ -31,10 +38,16 @@ class _SamplingState:
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         params = sequence.request.params
         self.constraints = Constraints(sequence.request, vocab_size)
+        grammar = sequence.request.grammar
+        self.matcher: GrammarMatcher | None = None if grammar is None else grammar.matcher()
         self.counts: TokenCounts | None = None
         if has_penalties(params):
             self.counts = TokenCounts(vocab_size, include_prompt=params.repetition_penalty != 1.0)
         self.processors = Processors(params.logits_processors) if params.logits_processors else None
+        self.thinking: ThinkingBudget | None = None
+        marks, budget = sequence.request.markup.reasoning, params.thinking_token_budget
+        if marks is not None and budget is not None:
+            self.thinking = ThinkingBudget(marks, budget, sequence.num_prompt_tokens)
 
 
 class Sampler:
@@ -42,10 +55,12 @@ class Sampler:
 
     A token is a function of the sequence's parameters, tokens and seed and of its row of logits alone: nothing that
     the other rows of the batch are or ask for changes it, in any bit. Order of operations: raw log-probabilities,
-    float32, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, the caller's logits processors,
-    temperature, `min_p`, `top_k`, `top_p`, draw.
+    float32, grammar, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, the caller's logits processors,
+    temperature, `min_p`, `top_k`, `top_p`, draw. The end of the reasoning, once its budget is spent, is forced whatever
+    these say.
 
-    Where these ban every token of a row, the lowest of its `allowed_token_ids` is taken, or else token 0.
+    Where these ban every token of a row, the most likely one that its grammar allows is taken; without a grammar, the
+    lowest of its `allowed_token_ids`, or else token 0.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -63,17 +78,20 @@ class Sampler:
         asking = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
         raw = take_rows(logits, asking).float().log_softmax(dim=1) if asking else None
         logits = logits.float()
+        grammars = GrammarRows(sequences, [self._state(sequence).matcher for sequence in sequences])
+        grammars.mask(logits)
         constrained = self._process(logits, sequences)
         errors = self._run_processors(logits, sequences)
         tokens = choose(logits, sequences)
         if constrained:
             _replace_banned(tokens, logits, constrained)
         chosen: list[int] = tokens.tolist()
-        logprobs: dict[int, Logprobs] = {}
-        if raw is not None:
-            logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True))
-        tokens_of_rows = (SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen))
-        return [errors.get(row, token) for row, token in enumerate(tokens_of_rows)]
+        verdicts = grammars.advance(chosen)
+        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True)) if raw is not None else {}
+        return [
+            errors.get(row) or SampledToken(token_id, logprobs.get(row), *verdicts.get(row, ()))
+            for row, token_id in enumerate(chosen)
+        ]
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: list[int], num_logprobs: int) -> list[Logprobs]:
@@ -94,18 +112,25 @@ class Sampler:
         """Applies constraints and penalties in place; returns the rows that have constraints."""
         constrained: list[ConstrainedRow] = []
         penalised: list[PenalisedRow] = []
+        forced: dict[int, int] = {}
         for row, sequence in enumerate(sequences):
             state = self._state(sequence)
             if state.constraints:
                 banned = state.constraints.banned(sequence.token_ids, sequence.num_output_tokens)
-                constrained.append(ConstrainedRow(row, state.constraints, banned))
+                # Asked for now, while the row is what its grammar made of it.
+                fallback = state.constraints.fallback if state.matcher is None else int(logits[row].argmax())
+                constrained.append(ConstrainedRow(row, state.constraints, banned, fallback))
             if state.counts is not None:
                 state.counts.catch_up(sequence.token_ids, sequence.num_prompt_tokens)
                 penalised.append(PenalisedRow(row, state.counts, sequence.request.params))
+            if state.thinking is not None and (token_id := state.thinking.next_token(sequence.token_ids)) is not None:
+                forced[row] = token_id
         if constrained:
             apply_constraints(logits, constrained)
         if penalised:
             apply_penalties(logits, penalised)
+        if forced:
+            force_tokens(logits, forced)
         return constrained
 
     def _run_processors(self, logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, Exception]:
@@ -121,7 +146,7 @@ def _replace_banned(tokens: Ints, logits: torch.Tensor, constrained: list[Constr
     values = logits[rows, torch.from_numpy(tokens[rows]).to(logits.device)]
     for item, is_banned in zip(constrained, torch.isneginf(values).tolist(), strict=True):
         if is_banned:
-            tokens[item.row] = item.constraints.fallback
+            tokens[item.row] = item.fallback
 
 
 def _logprobs(raw: torch.Tensor, asking: list[int], chosen: list[int], sequences: list[Sequence]) -> list[Logprobs]:
