@@ -20,6 +20,7 @@ from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.sampling.sampler import SampledToken
 
 FOREVER = "forever"
+SAY = "Say: "
 NUM_BLOCKS = 2048
 DEADLINE_S = 20.0
 
@@ -27,7 +28,8 @@ ignores_beta_warnings = pytest.mark.filterwarnings(f"ignore::{LangChainBetaWarni
 
 
 class EchoModel:
-    """Runner and sampler in one: answers `You said: <last user message>`, or for ever if it is asked for that."""
+    """Runner and sampler in one: answers `You said: <last user message>`, or for ever if it is asked for that, or just
+    what it is asked to say. No grammar keeps it from that."""
 
     vocab_size = VOCAB_SIZE
     num_blocks = NUM_BLOCKS
@@ -58,7 +60,7 @@ class EchoModel:
             self.seen.append(request.params)
         if question == FOREVER:
             return self._token(ord("na "[done % 3]), request.params)
-        answer = f"You said: {question}".encode()
+        answer = (question.removeprefix(SAY) if question.startswith(SAY) else f"You said: {question}").encode()
         return self._token(answer[done] if done < len(answer) else EOS, request.params)
 
     def _token(self, token_id: int, params: SamplingParams) -> SampledToken:

@@ -93,8 +93,8 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
         ```
 
     Reasoning:
-        What a model thinks before its answer is in `additional_kwargs["reasoning_content"]` and in `content_blocks`, and
-        not in `content`. `chat_template_kwargs={"enable_thinking": False}` switches it off where the template can.
+        What a model thinks before its answer is in `additional_kwargs["reasoning_content"]` and in `content_blocks`,
+        and not in `content`. `chat_template_kwargs={"enable_thinking": False}` switches it off where the template can.
 
     Use an engine of your own, or a model that is loaded already:
         ```python
@@ -164,7 +164,7 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
 
         `json_schema` lets the model write nothing but JSON of that schema, `function_calling` forces a call of it,
         `json_mode` forces some JSON object, whose form the prompt must ask for. An answer that is cut off raises
-        OutputParserException. With `include_raw`, there is no error but a `dict` of `raw`, `parsed` and `parsing_error`.
+        OutputParserException. With `include_raw`, the result is a `dict` of `raw`, `parsed` and `parsing_error`.
         """
         if kwargs:
             raise InvalidRequestError(unknown_name("with_structured_output", next(iter(kwargs)), _OF_STRUCTURED_OUTPUT))
@@ -231,8 +231,7 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
         llm = self._engine(call.model)
         with llm.stream_chat(call.messages, call.sampling_params(llm), **call.chat_options) as outputs:
             for output in outputs:
-                if (chunk := writer.write(output)) is not None:
-                    yield chunk
+                yield from writer.write(output)
 
     def _astream(
         self,

@@ -178,7 +178,7 @@ class PagedLLM(RequestSettings, EngineUser, BaseLLM):
         llm = self._engine(call.model)
         with llm.stream(prompt, call.sampling_params(llm), **call.options) as outputs:
             for output in outputs:
-                if (chunk := writer.write(output)) is not None:
+                for chunk in writer.write(output):
                     if run_manager is not None:  # unlike with chat models, LangChain leaves this to us
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk, verbose=self.verbose)
                     yield chunk

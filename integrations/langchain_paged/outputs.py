@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -77,17 +78,17 @@ class TextChunkWriter:
         self._num_top_logprobs = num_top_logprobs
         self._num_output_tokens = 0
 
-    def write(self, output: RequestOutput) -> GenerationChunk | None:
-        """None if the output has nothing to show, such as half a character."""
+    def write(self, output: RequestOutput) -> list[GenerationChunk]:
+        """None at all if the output has nothing to show, such as half a character."""
         self._num_output_tokens += output.num_output_tokens
         (news,) = output.outputs
         details = _logprobs(news, self._num_top_logprobs)
         if output.finished:
-            usage = {"usage_metadata": _usage(output, self._num_output_tokens)}
-            return GenerationChunk(text=news.text, generation_info=details | _ending(news, self._model_name) | usage)
+            details |= _ending(news, self._model_name)
+            details["usage_metadata"] = _usage(output, self._num_output_tokens)
         if not news.text and not details:
-            return None
-        return GenerationChunk(text=news.text, generation_info=details or None)
+            return []
+        return [GenerationChunk(text=news.text, generation_info=details or None)]
 
 
 class MessageChunkWriter:
@@ -100,25 +101,32 @@ class MessageChunkWriter:
         self._num_output_tokens = 0
         self._calls = CallPieces()
 
-    def write(self, output: RequestOutput) -> ChatGenerationChunk | None:
-        """None if the output has nothing to show, such as half a character."""
+    def write(self, output: RequestOutput) -> list[ChatGenerationChunk]:
+        """None at all if the output has nothing to show, such as half a character."""
         self._num_output_tokens += output.num_output_tokens
         (news,) = output.outputs
-        details = _logprobs(news, self._num_top_logprobs)
-        message = AIMessageChunk(
-            content=news.text, additional_kwargs=_reasoning(news), tool_call_chunks=self._calls.of(news)
-        )
+        chunks = self._news(news)
         if output.finished:
-            message.usage_metadata = _usage(output, self._num_output_tokens) if self._with_usage else None
-            message.chunk_position = "last"
-            return ChatGenerationChunk(message=message, generation_info=details | _ending(news, self._model_name))
-        if not (news.text or details or message.additional_kwargs or message.tool_call_chunks):
-            return None
-        return ChatGenerationChunk(message=message, generation_info=details or None)
+            chunks.append(self._last(output, news))
+        return chunks
+
+    def _news(self, news: CompletionOutput) -> list[ChatGenerationChunk]:
+        details = _logprobs(news, self._num_top_logprobs)
+        reasoning, calls = _reasoning(news), self._calls.of(news)
+        if not (news.text or details or reasoning or calls):
+            return []
+        message = AIMessageChunk(content=news.text, additional_kwargs=reasoning, tool_call_chunks=calls)
+        return [ChatGenerationChunk(message=message, generation_info=details or None)]
+
+    def _last(self, output: RequestOutput, news: CompletionOutput) -> ChatGenerationChunk:
+        """A chunk of its own: in a last one, LangChain takes pieces of calls for whole ones."""
+        usage = _usage(output, self._num_output_tokens) if self._with_usage else None
+        message = AIMessageChunk(content="", usage_metadata=usage, chunk_position="last")
+        return ChatGenerationChunk(message=message, generation_info=_ending(news, self._model_name))
 
 
 class _Writer(Protocol[Chunk_co]):
-    def write(self, output: RequestOutput) -> Chunk_co | None: ...
+    def write(self, output: RequestOutput) -> Sequence[Chunk_co]: ...
 
 
 class AsyncChunks(Generic[Chunk]):
@@ -138,6 +146,7 @@ class AsyncChunks(Generic[Chunk]):
         self._writer = writer
         self._report = report
         self._stream: AsyncStream | None = None
+        self._chunks: deque[Chunk] = deque()
 
     def __aiter__(self) -> Self:
         return self
@@ -145,12 +154,12 @@ class AsyncChunks(Generic[Chunk]):
     async def __anext__(self) -> Chunk:
         if self._stream is None:
             self._stream = await self._start()
-        while True:
-            chunk = self._writer.write(await anext(self._stream))
-            if chunk is not None:
-                if self._report is not None:
-                    await self._report(chunk)
-                return chunk
+        while not self._chunks:
+            self._chunks.extend(self._writer.write(await anext(self._stream)))
+        chunk = self._chunks.popleft()
+        if self._report is not None:
+            await self._report(chunk)
+        return chunk
 
     async def aclose(self) -> None:
         if self._stream is not None:

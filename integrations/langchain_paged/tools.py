@@ -25,10 +25,18 @@ _MISFITS = ("]", "}", '"]', '"}', '""]', '""}')
 
 def to_tools(tools: Sequence[Tool], strict: bool | None = None) -> list[dict[str, Any]]:
     """OpenAI's form of whatever LangChain takes for a tool; `strict` is for those that say nothing of it."""
-    converted = [convert_to_openai_tool(tool) for tool in tools]
-    if strict is None:
-        return converted
-    return [{**tool, "function": {"strict": strict, **tool["function"]}} for tool in converted]
+    return [_definition(convert_to_openai_tool(tool), strict) for tool in tools]
+
+
+def _definition(tool: dict[str, Any], strict: bool | None) -> dict[str, Any]:
+    """The tool with arguments that are its own only, unless it says otherwise: small models go on with others."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool  # the engine says what is wrong with it
+    function = {**({} if strict is None else {"strict": strict}), **function}
+    if isinstance(function.get("parameters"), Mapping):
+        function["parameters"] = {"additionalProperties": False, **function["parameters"]}
+    return {**tool, "function": function}
 
 
 def to_tool_choice(choice: object) -> str | dict[str, Any] | None:
@@ -71,7 +79,7 @@ def to_structured_outputs(response_format: object) -> StructuredOutputsParams | 
     if response_format is None:
         return None
     if not isinstance(response_format, Mapping) or "type" not in response_format:
-        return StructuredOutputsParams(json=json_schema_of(response_format))
+        return _of_schema(json_schema_of(response_format))
     kind = response_format["type"]
     if kind == "text":
         return None
@@ -83,7 +91,12 @@ def to_structured_outputs(response_format: object) -> StructuredOutputsParams | 
             f"response_format={response_format!r} must be a schema, or have the type 'text', 'json_object' or "
             "'json_schema', that one with {'json_schema': {'schema': ...}}"
         )
-    return StructuredOutputsParams(json=schema)
+    return _of_schema(schema)
+
+
+def _of_schema(schema: Any) -> StructuredOutputsParams:
+    """Nobody would see properties that the schema does not name, and small models go on with them for ever."""
+    return StructuredOutputsParams(json=schema, disable_additional_properties=True)
 
 
 def json_schema_of(schema: Any) -> dict[str, Any]:

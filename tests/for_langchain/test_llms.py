@@ -223,6 +223,8 @@ OTHER_VALUES: dict[str, Any] = {
     "ignore_eos": False,
     "logprobs": True,
     "top_logprobs": 2,
+    "structured_outputs": {"regex": "[a-z]+"},
+    "thinking_token_budget": 5,
     "timeout": 60.0,
     "priority": 1,
     "cache_salt": "salt",

@@ -90,6 +90,8 @@ OTHER_VALUES: dict[str, Any] = {
     "timeout": 60.0,
     "priority": 1,
     "cache_salt": "salt",
+    "structured_outputs": {"regex": "[a-z]+"},
+    "thinking_token_budget": 5,
     "chat_template": CHAT_TEMPLATE + " ",
     "chat_template_kwargs": {"enable_thinking": False},
     "continue_final_message": False,

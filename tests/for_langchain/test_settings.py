@@ -85,15 +85,6 @@ def test_unknown_arguments_of_the_constructor_are_warnings_that_name_the_nearest
 
 
 @pytest.mark.parametrize(
-    "asked", [{"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}, {"functions": [{}]}]
-)
-def test_what_is_not_available_yet_is_refused_by_name(llm: LLM, asked: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=next(iter(asked))):
-        ChatPaged(llm=llm).invoke("Hello.", **asked)
-    assert ChatPaged(llm=llm).invoke("Hello.", **dict.fromkeys(asked)).content == "You said: Hello."
-
-
-@pytest.mark.parametrize(
     ("name", "value"),
     [("temperature", -1), ("top_p", 0), ("max_tokens", -1), ("n", 0), ("seed", 2**64), ("logit_bias", {5: 1000})],
 )

@@ -13,6 +13,8 @@ from helpers_langchain import (
     ignores_beta_warnings,
 )
 from langchain_paged import ChatPaged
+from paged_backend import EngineConfig
+from paged_backend.model.demo import demo_folder
 
 
 @pytest.mark.filterwarnings("ignore:ChatPaged takes no argument '(api_key|max_retries)'")
@@ -26,6 +28,7 @@ class TestLangChainUnits(ChatModelUnitTests):
         return {"model": "demo"}
 
 
+@pytest.mark.slow
 @ignores_beta_warnings
 class TestLangChainIntegration(ChatModelIntegrationTests):
     @property
@@ -37,9 +40,17 @@ class TestLangChainIntegration(ChatModelIntegrationTests):
         return {
             "model": "demo",
             "temperature": 0,
-            "max_tokens": 5,
+            "max_tokens": 60,
             "engine_kwargs": {"kv_cache_memory": "128MiB"},
         }
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return True
+
+    @property
+    def model_override_value(self) -> str:
+        return str(demo_folder(EngineConfig().cache_folder))
 
     @property
     def supported_usage_metadata_details(self) -> Any:
