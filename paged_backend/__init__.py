@@ -18,6 +18,7 @@ _MODULE_OF = {
     "LLM": "llm",
     "AsyncStream": "async_stream",
     "Backend": "backend",
+    "BeamSearchParams": "beam_search_params",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "EmbeddingOutput": "outputs",
@@ -44,6 +45,7 @@ _MODULE_OF = {
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
+    "SpeculativeConfig": "config",
     "StructuredOutputsParams": "structured_outputs",
     "ToolCall": "outputs",
 }
@@ -52,6 +54,7 @@ __all__ = [
     "LLM",
     "AsyncStream",
     "Backend",
+    "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
     "EmbeddingOutput",
@@ -78,6 +81,7 @@ __all__ = [
     "RequestTimeoutError",
     "SamplingParams",
     "ScoreOutput",
+    "SpeculativeConfig",
     "StructuredOutputsParams",
     "ToolCall",
 ]
@@ -85,7 +89,8 @@ __all__ = [
 if TYPE_CHECKING:
     from paged_backend.async_stream import AsyncStream
     from paged_backend.backend import Backend, EncoderBackend
-    from paged_backend.config import EngineConfig
+    from paged_backend.beam_search_params import BeamSearchParams
+    from paged_backend.config import EngineConfig, SpeculativeConfig
     from paged_backend.engine.metrics import EngineStats
     from paged_backend.errors import (
         ConfigError,

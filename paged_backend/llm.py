@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from paged_backend.async_stream import AsyncStream, run_off_loop
 from paged_backend.backend import Backend, EncoderBackend, load_backend
+from paged_backend.beam_search_params import BeamSearchParams
 from paged_backend.chat.chat_builder import check_parsers
 from paged_backend.chat.messages import Message
 from paged_backend.chat.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.request import Request
 from paged_backend.engine.request_factory import CompileGrammar, Limits, RequestFactory
 from paged_backend.engine.scheduler import Scheduler
+from paged_backend.engine.speculation import Speculator
 from paged_backend.errors import EngineDeadError
 from paged_backend.handle import RequestHandle
 from paged_backend.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoreOutput
@@ -220,6 +222,33 @@ class LLM:
 
         return AsyncStream(submit)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Search for the most likely completions of prompts; one output per prompt, in order.
+
+        Its `outputs` are those of transformers' `generate(num_beams=...)`, sorted by their `score`, best first. The
+        beams of a prompt share its blocks in the KV cache, and run in the same steps as all other requests.
+        """
+        return self._run(self._builder.beams(prompts, params, **options), use_tqdm)
+
+    async def abeam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """`beam_search` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
+        requests = await run_off_loop(
+            lambda: self._builder.beams(prompts, params, **options),
+            is_long=_num_characters(prompts) > _MANY_CHARACTERS,
+        )
+        return await self._arun(requests)
+
     def score(
         self, prompts: Prompt | Sequence[Prompt], continuations: Any, use_tqdm: bool = True, **options: Any
     ) -> list[list[ScoreOutput]]:
@@ -399,12 +428,14 @@ def _assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=backend.max_model_len,
+        speculator=None if config.speculation is None else Speculator(config.speculation),
     )
     processor = OutputProcessor(backend.tokenizer.decoder() if backend.tokenizer else None)
     limits = Limits(
         vocab_size=backend.runner.vocab_size,
         max_model_len=backend.max_model_len,
         num_slots=manager.num_slots,
+        block_size=manager.block_size,
         max_logprobs=config.max_logprobs,
         eos_token_ids=backend.eos_token_ids,
         embedding=backend.embedding,

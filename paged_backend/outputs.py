@@ -60,6 +60,7 @@ class CompletionOutput:
     """The answer without reasoning and tool calls, where these are parsed."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     cumulative_logprob: float | None = None
+    """The sum over its tokens, if `logprobs` were asked for; of beam search, after penalties."""
     logprobs: list[TokenLogprobs] | None = None
     """One entry per token of `token_ids`, if asked for."""
     finish_reason: str | None = None
@@ -70,6 +71,8 @@ class CompletionOutput:
     """What the model thought before its answer; None if there is nothing of it."""
     tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)
     invalid_tool_calls: list[InvalidToolCall] = dataclasses.field(default_factory=list)
+    score: float | None = None
+    """Of beam search, by which its outputs are sorted: `cumulative_logprob` / number of tokens ** length_penalty."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -93,7 +93,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Log-probabilities of the chosen token and this many best ones, before penalties and temperature; -1: all."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens. Reading the prefix cache is skipped, since cached tokens have no logits."""
+    """The same for the prompt's tokens. Reading the prefix cache is skipped, since cached tokens have no logits; see
+    `LLM.score` for the end of a prompt alone."""
     logprob_token_ids: Sequence[int] | None = None
     """Up to 128 ids whose log-probabilities are added to `logprobs`."""
     bad_words: Sequence[str] | None = None

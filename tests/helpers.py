@@ -11,18 +11,20 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from paged_backend import Backend, CompletionOutput, EngineStats, SamplingParams
+from paged_backend import Backend, CompletionOutput, EngineStats, SamplingParams, SpeculativeConfig
 from paged_backend.engine import request as engine_request
 from paged_backend.engine.engine import Engine, EngineOutput
 from paged_backend.engine.kv_cache_manager import KVCacheManager
 from paged_backend.engine.output_processor import OutputProcessor, RawLogprobs, TextDecoder
 from paged_backend.engine.request import Request
 from paged_backend.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
+from paged_backend.engine.speculation import Speculator
 
 VOCAB_SIZE = 1000
 WAIT_SECONDS = 20.0
 REQUEST_OPTIONS = (
     *("eos_token_ids", "priority", "cache_salt", "deadline", "final_only", "pooling", "prompt_logprobs_start"),
+    "beam_params",
 )
 
 _request_numbers = itertools.count()
@@ -66,18 +68,17 @@ class FakeRunner:
         return [logits[row] for row in rows]
 
     def _store(self, item: ScheduledSequence, content: Callable[[int], int | None]) -> None:
-        sequence, num_tokens, _ = item
-        first = sequence.num_computed_tokens
-        for position in range(first, first + num_tokens):
+        sequence = item.sequence
+        for position, token_id in enumerate(item.token_ids, start=sequence.num_computed_tokens):
             block = sequence.block_table[position // self.block_size]
-            self.slots[block][position % self.block_size] = content(sequence.token_ids[position])
+            self.slots[block][position % self.block_size] = content(token_id)
 
     def _rows_of(self, item: ScheduledSequence) -> list[list[int]]:
         sequence, num_tokens, num_logits = item
         end = sequence.num_computed_tokens + num_tokens
         slots = [slot for block in sequence.block_table for slot in self.slots[block]]
         context = [-1 if token_id is None else token_id for token_id in slots[:end]]
-        assert context == sequence.token_ids[:end], f"{sequence} would attend to {context}"
+        assert context == (sequence.token_ids + sequence.draft_token_ids)[:end], f"{sequence} would attend to {context}"
         return [context[: end - num_logits + 1 + i] for i in range(num_logits)]
 
 
@@ -85,7 +86,6 @@ class FakeToken(NamedTuple):
     token_id: int
     logprobs: RawLogprobs | None
     is_complete: bool = False
-    error: Exception | None = None
 
 
 class FakeSampler:
@@ -101,6 +101,11 @@ class FakeSampler:
     def prompt_logprobs(self, logits: list[list[int]], token_ids: list[int], num_logprobs: int) -> list[RawLogprobs]:
         return [{token_id: logprob_of(context, token_id)} for context, token_id in zip(logits, token_ids, strict=True)]
 
+    def candidates(
+        self, logits: list[list[int]], sequences: list[engine_request.Sequence], nums: list[int]
+    ) -> list[list[tuple[int, float]]]:
+        return [best_of(context)[:num] for context, num in zip(logits, nums, strict=True)]
+
     def _sample(self, context: list[int], sequence: engine_request.Sequence) -> FakeToken:
         params = sequence.request.params
         forced = (params.extra_args or {}).get("forced")
@@ -115,6 +120,12 @@ class FakeSampler:
 def logprob_of(context: Sequence[int], token_id: int) -> tuple[float, int]:
     """The fake model's log-probability and rank of a token after a context."""
     return -(hash((token_id, *context)) % 1000) / 100, 1
+
+
+def best_of(context: Sequence[int]) -> list[tuple[int, float]]:
+    """The fake model's tokens 0 to 9 with their log-probabilities after a context, best first."""
+    of_token = {token_id: logprob_of(context, token_id)[0] for token_id in range(10)}
+    return sorted(of_token.items(), key=lambda item: -item[1])
 
 
 def make_request(prompt: Iterable[int] = range(1, 6), request_id: str | None = None, **options: Any) -> Request:
@@ -144,12 +155,14 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 256,
     enable_prefix_caching: bool = True,
+    speculation: SpeculativeConfig | None = None,
 ) -> Scheduler:
     return Scheduler(
         make_manager(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        speculator=None if speculation is None else Speculator(speculation),
     )
 
 
@@ -280,6 +293,7 @@ def joined(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
         logprobs=logprobs if pieces and pieces[0].logprobs is not None else None,
         finish_reason=pieces[-1].finish_reason if pieces else None,
         stop_reason=pieces[-1].stop_reason if pieces else None,
+        score=pieces[-1].score if pieces else None,
     )
 
 

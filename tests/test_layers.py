@@ -40,8 +40,8 @@ class Rule:
 SHARED = tuple(
     f"paged_backend.{name}"
     for name in (
-        *("config", "errors", "fields", "logits_processors", "outputs", "pooling_params", "sampling_params"),
-        "structured_outputs",
+        *("beam_search_params", "config", "errors", "fields", "logits_processors", "outputs", "pooling_params"),
+        *("sampling_params", "structured_outputs"),
     )
 )
 # What a step's executors are handed.

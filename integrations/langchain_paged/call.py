@@ -91,11 +91,13 @@ class Chat(Completion):
     def chat_result(self, outputs: Sequence[RequestOutput]) -> ChatResult:
         return chat_result(outputs[0], self.model, num_top_logprobs=self.num_top_logprobs)
 
-    def message_writer(self) -> MessageChunkWriter:
+    def message_writer(self, *, as_blocks: bool) -> MessageChunkWriter:
         """Raises InvalidRequestError if the chunks of several answers would mix."""
         self.check_streams()
         with_usage = self.settings["stream_usage"] is not False
-        return MessageChunkWriter(self.model, num_top_logprobs=self.num_top_logprobs, with_usage=with_usage)
+        return MessageChunkWriter(
+            self.model, num_top_logprobs=self.num_top_logprobs, with_usage=with_usage, as_blocks=as_blocks
+        )
 
 
 def settings_of_call(fields: RequestSettings, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -227,7 +227,7 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         # LangChain itself reports each chunk to the callbacks: reporting it here too would count it twice.
         call = self._call(messages, stop, kwargs)
-        writer = call.message_writer()
+        writer = call.message_writer(as_blocks=self.output_version == "v1")
         llm = self._engine(call.model)
         with llm.stream_chat(call.messages, call.sampling_params(llm), **call.chat_options) as outputs:
             for output in outputs:
@@ -246,7 +246,7 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
             llm = await self._aengine(call.model)
             return llm.astream_chat(call.messages, call.sampling_params(llm), **call.chat_options)
 
-        return AsyncChunks(start, call.message_writer())
+        return AsyncChunks(start, call.message_writer(as_blocks=self.output_version == "v1"))
 
     def _bind_schema(self, schema: Any, method: str, strict: bool | None) -> Runnable[LanguageModelInput, AIMessage]:
         traced = {"ls_structured_output_format": {"kwargs": {"method": method, "strict": strict}, "schema": schema}}

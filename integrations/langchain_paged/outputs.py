@@ -94,12 +94,12 @@ class TextChunkWriter:
 class MessageChunkWriter:
     """Turns a stream's outputs into chunks; the last one says why the answer ended and what it took."""
 
-    def __init__(self, model_name: str, *, num_top_logprobs: int, with_usage: bool) -> None:
+    def __init__(self, model_name: str, *, num_top_logprobs: int, with_usage: bool, as_blocks: bool) -> None:
         self._model_name = model_name
         self._num_top_logprobs = num_top_logprobs
         self._with_usage = with_usage
         self._num_output_tokens = 0
-        self._calls = CallPieces()
+        self._calls = CallPieces(as_blocks=as_blocks)
 
     def write(self, output: RequestOutput) -> list[ChatGenerationChunk]:
         """None at all if the output has nothing to show, such as half a character."""

@@ -132,8 +132,9 @@ class CallPieces:
     is added to it that no JSON can have there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, as_blocks: bool = False) -> None:
         self._arguments: dict[int, str] = {}
+        self._as_blocks = as_blocks
 
     def of(self, news: CompletionOutput) -> list[ToolCallChunk]:
         pieces = [self._piece(call.index, call.name, call.arguments, call.id) for call in news.tool_calls]
@@ -141,7 +142,10 @@ class CallPieces:
 
     def _piece(self, index: int, name: str | None, arguments: str, id_: str | None) -> ToolCallChunk:
         self._arguments[index] = self._arguments.get(index, "") + arguments
-        return tool_call_chunk(name=name, args=arguments, id=id_, index=index)
+        # Among content blocks, LangChain gives text the indices from 0 on, and would mix it with calls of the same.
+        return tool_call_chunk(
+            name=name, args=arguments, id=id_, index=f"lc_call_{index}" if self._as_blocks else index
+        )
 
     def _taken_back(self, call: paged_backend.InvalidToolCall) -> list[ToolCallChunk]:
         if call.index in self._arguments:

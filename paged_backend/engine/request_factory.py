@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from paged_backend.beam_search_params import BeamSearchParams
 from paged_backend.engine.request import NO_MARKUP, Markup, Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import is_finite
@@ -30,6 +31,8 @@ class Limits:
     max_model_len: int
     num_slots: int
     """Tokens the whole KV cache holds."""
+    block_size: int = 1
+    """Tokens per block."""
     max_logprobs: int
     eos_token_ids: frozenset[int]
     embedding: EmbeddingSupport | None = None
@@ -87,13 +90,16 @@ class RequestFactory:
         timeout: float | None = None,
         pooling: PoolingParams | None = None,
         markup: Markup = NO_MARKUP,
+        beam_params: BeamSearchParams | None = None,
     ) -> None:
         """Raises InvalidRequestError for what can never be served."""
         if pooling is None:
             self.check_generates()
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
-        self._max_tokens(len(prompt_token_ids), params)
+        max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        if beam_params is not None:
+            self._check_beams(len(prompt_token_ids), max_tokens, beam_params.beam_width)
         if params.thinking_token_budget is not None and not markup.knows_reasoning:
             raise InvalidRequestError(
                 f"thinking_token_budget={params.thinking_token_budget} needs a model with a reasoning format, and none "
@@ -112,6 +118,7 @@ class RequestFactory:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        beam_params: BeamSearchParams | None = None,
         prompt_logprobs_start: int = 1,
         pooling: PoolingParams | None = None,
         final_only: bool = False,
@@ -131,6 +138,7 @@ class RequestFactory:
             grammar=self._grammar(params, markup),
             priority=priority,
             cache_salt=cache_salt,
+            beam_params=beam_params,
             prompt_logprobs_start=prompt_logprobs_start,
             final_only=final_only,
             pooling=pooling,
@@ -170,6 +178,19 @@ class RequestFactory:
             )
         num_left = limits.max_len - num_prompt_tokens
         return num_left if params.max_tokens is None else min(params.max_tokens, num_left)
+
+    def _check_beams(self, num_prompt_tokens: int, max_tokens: int, beam_width: int) -> None:
+        """Refuses beams that do not fit in the cache together; the full blocks of their prompt are shared."""
+        limits = self._limits
+        num_shared = num_prompt_tokens // limits.block_size * limits.block_size
+        num_blocks_each = -(-(num_prompt_tokens + max_tokens - num_shared) // limits.block_size)
+        num_needed = num_shared + beam_width * num_blocks_each * limits.block_size
+        if num_needed > limits.num_slots:
+            raise InvalidRequestError(
+                f"beam_width={beam_width} beams of {num_prompt_tokens} prompt tokens, which they share, and up to "
+                f"{max_tokens} new ones each need room for {num_needed} tokens, but the KV cache holds "
+                f"{limits.num_slots}; lower beam_width or max_tokens, or raise kv_cache_memory"
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from paged_backend.engine.request import Sequence
@@ -72,13 +74,17 @@ class GrammarRows:
 
     def mask(self, logits: torch.Tensor) -> None:
         """Changes `logits` [S, V] in place: what a row's grammar does not allow becomes -inf."""
-        if not self._rows:
-            return
+        if self._rows:
+            rows = torch.tensor([row.row for row in self._rows])
+            mask_logits(logits, rows, torch.from_numpy(self._bitmask))
+
+    @functools.cached_property
+    def _bitmask(self) -> npt.NDArray[np.int32]:
+        """What the rows allow [R, W]."""
         bitmask = np.empty((len(self._rows), self._num_words), np.int32)
         for row, words in zip(self._rows, bitmask, strict=True):
             row.fill(words)
-        rows = torch.tensor([row.row for row in self._rows])
-        mask_logits(logits, rows, torch.from_numpy(bitmask))
+        return bitmask
 
     def advance(self, chosen: Items[int]) -> dict[int, Verdict]:
         """Reads the token chosen in each row of the step; verdicts by row."""

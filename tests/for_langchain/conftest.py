@@ -20,6 +20,13 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.fixture
+def reasoning_llm() -> Iterator[LLM]:
+    """One whose model is taken to think before it answers."""
+    with make_llm(enable_prefix_caching=False, reasoning_parser="qwen3") as llm:
+        yield llm
+
+
+@pytest.fixture
 def slow_llm() -> Iterator[LLM]:
     """Each step takes 3 ms, as with a small model, so that requests meet."""
     with make_llm(step_seconds=0.003) as llm:

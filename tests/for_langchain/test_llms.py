@@ -236,8 +236,8 @@ def test_every_setting_is_tried_below() -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
-def test_an_llm_cache_answers_only_for_the_same_settings_of_model_and_call(llm: LLM, name: str) -> None:
-    cache, setting = InMemoryCache(), {name: OTHER_VALUES[name]}
+def test_an_llm_cache_answers_only_for_the_same_settings_of_model_and_call(reasoning_llm: LLM, name: str) -> None:
+    llm, cache, setting = reasoning_llm, InMemoryCache(), {name: OTHER_VALUES[name]}
     plain, other = PagedLLM(llm=llm, cache=cache), PagedLLM(llm=llm, cache=cache, **setting)
     plain.invoke("Hello.")
     answer = other.invoke("Hello.")

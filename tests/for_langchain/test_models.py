@@ -104,8 +104,8 @@ def test_every_setting_is_tried_below() -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
-def test_an_llm_cache_answers_only_for_the_same_settings(llm: LLM, name: str) -> None:
-    cache, setting = RecordingCache(), {name: OTHER_VALUES[name]}
+def test_an_llm_cache_answers_only_for_the_same_settings(reasoning_llm: LLM, name: str) -> None:
+    llm, cache, setting = reasoning_llm, RecordingCache(), {name: OTHER_VALUES[name]}
     plain, other = ChatPaged(llm=llm, cache=cache), ChatPaged(llm=llm, cache=cache, **setting)
     plain.invoke("Hello.")
     answer = other.invoke("Hello.")
