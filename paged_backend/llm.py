@@ -310,6 +310,10 @@ class LLM:
         """The Hugging Face tokenizer itself, as in vLLM."""
         return self.tokenizer.hf_tokenizer
 
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The prompt's token ids as `chat` sends them; options are those of `chat` that make the prompt."""
+        return self._builder.chat_token_ids(messages, **options)
+
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters, taken between two steps."""
         return self._loop.call(lambda engine: engine.stats())
