@@ -40,7 +40,7 @@ class TestLangChainIntegration(ChatModelIntegrationTests):
         return {
             "model": "demo",
             "temperature": 0,
-            "max_tokens": 60,
+            "max_tokens": 150,
             "engine_kwargs": {"kv_cache_memory": "128MiB"},
         }
 
