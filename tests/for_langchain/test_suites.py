@@ -41,6 +41,7 @@ class TestLangChainIntegration(ChatModelIntegrationTests):
             "model": "demo",
             "temperature": 0,
             "max_tokens": 150,
+            "parallel_tool_calls": False,  # the demo model would repeat its call until that
             "engine_kwargs": {"kv_cache_memory": "128MiB"},
         }
 
@@ -67,3 +68,7 @@ class TestLangChainIntegration(ChatModelIntegrationTests):
         assert answer.usage_metadata is not None
         assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
         return answer
+
+    @pytest.mark.xfail(reason="a model of 135M parameters does not choose to call a tool without being forced")
+    def test_agent_loop(self, model: ChatPaged) -> None:
+        super().test_agent_loop(model)
