@@ -15,10 +15,10 @@ from langchain_paged.settings import ChatSettings, RequestSettings, unknown_name
 from langchain_paged.tools import to_structured_outputs, to_tool_choice, to_tools
 from paged_backend import LLM, InvalidRequestError, RequestOutput, SamplingParams, StructuredOutputsParams
 
-_OF_A_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "strict")
+_OF_A_CALL = ("tools", "tool_choice", "response_format", "strict")
 _TEMPLATE_OPTIONS = ("chat_template", "chat_template_kwargs", "continue_final_message")
 _OPTIONS = (*_TEMPLATE_OPTIONS, "timeout", "priority", "cache_salt")
-_NOT_SAMPLING = (*_OPTIONS, "logprobs", "top_logprobs", "stream_usage")
+_NOT_SAMPLING = (*_OPTIONS, "logprobs", "top_logprobs", "stream_usage", "parallel_tool_calls")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Chat(Completion):
         settings["structured_outputs"] = _one_of(settings["structured_outputs"], of_call.get("response_format"))
         if settings["continue_final_message"] is None:
             settings["continue_final_message"] = has_open_answer(messages)
-        return cls(model, settings, to_openai(messages), _tool_options(of_call))
+        return cls(model, settings, to_openai(messages), _tool_options(of_call, settings["parallel_tool_calls"]))
 
     @property
     def chat_options(self) -> dict[str, Any]:
@@ -135,16 +135,15 @@ def _given_options(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: settings[name] for name in _OPTIONS if settings.get(name) is not None}
 
 
-def _tool_options(of_call: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_options(of_call: Mapping[str, Any], parallel: bool | None) -> dict[str, Any]:
     """A call's tools and what is said of them, in the engine's form."""
     options: dict[str, Any] = {}
+    choice = to_tool_choice(of_call.get("tool_choice"))
     if of_call.get("tools"):
         options["tools"] = to_tools(of_call["tools"], of_call.get("strict"))
-    if (choice := to_tool_choice(of_call.get("tool_choice"))) is not None:
-        options["tool_choice"] = choice
-    if "parallel_tool_calls" in of_call:
-        options["parallel_tool_calls"] = of_call["parallel_tool_calls"]
-    return options
+        is_one = isinstance(choice, dict) if parallel is None else not parallel
+        options["parallel_tool_calls"] = not is_one
+    return options if choice is None else options | {"tool_choice": choice}
 
 
 def _structured_outputs(value: Any) -> StructuredOutputsParams | None:

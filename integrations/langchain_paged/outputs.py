@@ -113,10 +113,13 @@ class MessageChunkWriter:
     def _news(self, news: CompletionOutput) -> list[ChatGenerationChunk]:
         details = _logprobs(news, self._num_top_logprobs)
         reasoning, calls = _reasoning(news), self._calls.of(news)
-        if not (news.text or details or reasoning or calls):
-            return []
-        message = AIMessageChunk(content=news.text, additional_kwargs=reasoning, tool_call_chunks=calls)
-        return [ChatGenerationChunk(message=message, generation_info=details or None)]
+        chunks = []
+        if news.text or details or reasoning:
+            message = AIMessageChunk(content=news.text, additional_kwargs=reasoning)
+            chunks.append(ChatGenerationChunk(message=message, generation_info=details or None))
+        if calls:  # apart from text, beside which LangChain's content blocks would lose them
+            chunks.append(ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=calls)))
+        return chunks
 
     def _last(self, output: RequestOutput, news: CompletionOutput) -> ChatGenerationChunk:
         """A chunk of its own: in a last one, LangChain takes pieces of calls for whole ones."""

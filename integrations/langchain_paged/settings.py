@@ -73,6 +73,8 @@ class ChatSettings(RequestSettings):
     """A Jinja template instead of the model's own."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables for the template, such as `{"enable_thinking": False}`."""
+    parallel_tool_calls: bool | None = None
+    """False: one call of a tool per answer. None: one if the call names the tool, else as many as the model likes."""
     continue_final_message: bool | None = None
     """Go on with the last message instead of answering it. None: if it is an AIMessage with text."""
     stream_usage: bool | None = None

@@ -94,6 +94,7 @@ OTHER_VALUES: dict[str, Any] = {
     "thinking_token_budget": 5,
     "chat_template": CHAT_TEMPLATE + " ",
     "chat_template_kwargs": {"enable_thinking": False},
+    "parallel_tool_calls": False,
     "continue_final_message": False,
     "stream_usage": False,
 }
