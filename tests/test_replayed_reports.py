@@ -412,7 +412,10 @@ def test_names_and_tool_results_reach_the_template() -> None:
         {"role": "user", "content": "Hi!", "name": "Ada"},
         {"role": "tool", "content": [{"type": "text", "text": "4"}, "2"], "tool_call_id": "call-1"},
     ]
-    template = "{% for m in messages %}{{ m.name }}|{{ m.tool_call_id }}|{{ m.content }}\n{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.name }}|{{ m.tool_call_id }}|{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}\n{% endfor %}"
+    )
     with make_fake_llm() as llm:
         (output,) = llm.chat(messages, SamplingParams(max_tokens=1), chat_template=template)
     assert output.prompt == "Ada||Hi!\n|call-1|42\n"
