@@ -414,11 +414,11 @@ def test_names_and_tool_results_reach_the_template() -> None:
     ]
     template = (
         "{% for m in messages %}{{ m.name }}|{{ m.tool_call_id }}|{{ m.content }}"
-        "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}\n{% endfor %}"
+        "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %};{% endfor %}"
     )
     with make_fake_llm() as llm:
         (output,) = llm.chat(messages, SamplingParams(max_tokens=1), chat_template=template)
-    assert output.prompt == "Ada||Hi!\n|call-1|42\n"
+    assert output.prompt == "Ada||Hi!;|call-1|42;"
 
 
 # --- the demo model ---
