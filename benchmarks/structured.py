@@ -86,6 +86,7 @@ def compile_seconds(llm: LLM, rounds: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, or a model folder (default: demo)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--num-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
@@ -100,10 +101,10 @@ def main() -> None:
     print(
         f"paged-backend {paged_backend.__version__}, torch {torch.__version__}, "
         f"llguidance {importlib.metadata.version('llguidance')}, Python {platform.python_version()}, "
-        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {arguments.model}, "
+        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {arguments.model} in {arguments.dtype}, "
         f"{arguments.rows} rows of {arguments.num_tokens} tokens, {arguments.rounds} rounds"
     )
-    with LLM(arguments.model, kv_cache_memory="2GiB", enable_prefix_caching=False) as llm:
+    with LLM(arguments.model, dtype=arguments.dtype, kv_cache_memory="2GiB", enable_prefix_caching=False) as llm:
         compiling = compile_seconds(llm, 20)
         print(
             f"compiling 8 fields: median {1e3 * statistics.median(compiling):.1f} ms, best {1e3 * min(compiling):.1f}"
