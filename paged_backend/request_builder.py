@@ -11,7 +11,7 @@ from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.engine.request import Request
 from paged_backend.engine.request_factory import RequestFactory
 from paged_backend.errors import InvalidRequestError, unknown_argument
-from paged_backend.sampling_params import SamplingParams
+from paged_backend.sampling_params import RequestOutputKind, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, which may hold a `cache_salt` too."""
@@ -137,7 +137,13 @@ class RequestBuilder:
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") if len(calls) > 1 else error from None
         return [
-            self._factory.make(prompt.token_ids, one, prompt=prompt.text, final_only=final_only, **extras)
+            self._factory.make(
+                prompt.token_ids,
+                one,
+                prompt=prompt.text,
+                final_only=final_only or one.output_kind is RequestOutputKind.FINAL_ONLY,
+                **extras,
+            )
             for prompt, one, extras in calls
         ]
 

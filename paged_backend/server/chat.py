@@ -1,0 +1,133 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from paged_backend import LLM, CompletionOutput, InvalidRequestError, RequestHandle, RequestOutput, RequestOutputKind
+from paged_backend.server.logprobs import Spelling, chat_logprobs, prompt_logprobs_reply
+from paged_backend.server.protocol import ChatRequest
+from paged_backend.server.sampling import chat_sampling, request_options
+from paged_backend.server.serving import Serving
+from paged_backend.server.streaming import Event, outputs_of, result_of
+from paged_backend.server.usage import Usage
+
+
+async def answer(serving: Serving, body: ChatRequest) -> dict[str, Any]:
+    """The answer as a whole; cancelling aborts it."""
+    handle, reply = await _submit(serving, body)
+    output = await result_of(handle, serving.metrics)
+    return reply.whole(output)
+
+
+async def stream_answer(serving: Serving, body: ChatRequest) -> AsyncGenerator[Event, None]:
+    """The answer in events; what can be refused is refused before the first. Closing them aborts it."""
+    handle, reply = await _submit(serving, body)
+    return reply.events(handle, serving)
+
+
+async def _submit(serving: Serving, body: ChatRequest) -> tuple[RequestHandle, _Reply]:
+    serving.check_model(body.model)
+    llm = serving.llm
+
+    def prepare() -> RequestHandle:
+        kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
+        params = llm.get_default_chat_params(**chat_sampling(body), output_kind=kind)
+        return llm.stream_chat(
+            body.messages,
+            params,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=checked_template_kwargs(llm, body.chat_template_kwargs),
+            **request_options(body, serving.settings.request_timeout),
+        )
+
+    return await serving.prepare(prepare), _Reply(llm, body, serving.model_name(body.model))
+
+
+def checked_template_kwargs(llm: LLM, kwargs: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """What a client may hand to a template: variables, but not the settings of the function that renders it."""
+    settings = inspect.signature(llm.get_tokenizer().apply_chat_template).parameters
+    for name in kwargs or ():
+        if name in settings:
+            raise InvalidRequestError(f"chat_template_kwargs={name!r} is no variable of a template; leave it out")
+    return kwargs
+
+
+class _Reply:
+    """Turns outputs into messages, or into the chunks of a stream."""
+
+    def __init__(self, llm: LLM, body: ChatRequest, model: str) -> None:
+        self._body = body
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._spelling = Spelling(llm, as_ids=body.return_tokens_as_token_ids)
+
+    def whole(self, output: RequestOutput) -> dict[str, Any]:
+        parts = sorted(output.outputs, key=lambda part: part.index)
+        result = {
+            "object": "chat.completion",
+            **self._head,
+            "choices": [{**self._choice(part), "message": self._message(part)} for part in parts],
+            "usage": Usage.of([output]).reply(),
+        }
+        if self._body.return_token_ids:
+            result["prompt_token_ids"] = output.prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            positions = output.prompt_logprobs or ()
+            result["prompt_logprobs"] = prompt_logprobs_reply(
+                [None if position is None else list(position.items()) for position in positions]
+            )
+        return result
+
+    async def events(self, handle: RequestHandle, serving: Serving) -> AsyncGenerator[Event, None]:
+        usage = Usage()
+        begun: set[int] = set()
+        async for output in outputs_of(handle, serving.metrics):
+            usage.add(output)
+            for part in output.outputs:
+                if part.index not in begun:
+                    begun.add(part.index)
+                    yield self._first_chunk(part.index, output)
+                choice = {**self._choice(part), "delta": self._delta(part)}
+                if choice["delta"] or choice["logprobs"] or choice["finish_reason"] or choice.get("token_ids"):
+                    yield self._chunk(choice)
+        if self._body.includes_usage:
+            yield {"object": "chat.completion.chunk", **self._head, "choices": [], "usage": usage.reply()}
+
+    def _choice(self, part: CompletionOutput) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": part.index,
+            "logprobs": self._logprobs(part),
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = part.token_ids
+        return choice
+
+    def _message(self, part: CompletionOutput) -> dict[str, Any]:
+        return {"role": "assistant", "content": part.text, "refusal": None}
+
+    def _delta(self, part: CompletionOutput) -> dict[str, Any]:
+        return {"content": part.text} if part.text else {}
+
+    def _logprobs(self, part: CompletionOutput) -> dict[str, Any] | None:
+        if not self._body.logprobs or (self._body.stream and not part.logprobs):
+            return None
+        positions = [list(position.items()) for position in part.logprobs or ()]
+        return chat_logprobs(positions, self._body.top_logprobs or 0, self._spelling)
+
+    def _first_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        chunk = self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+        if self._body.return_token_ids:
+            chunk["prompt_token_ids"] = output.prompt_token_ids
+        return chunk
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        optional = {"usage": None} if self._body.includes_usage else {}
+        return {"object": "chat.completion.chunk", **self._head, "choices": [choice], **optional}

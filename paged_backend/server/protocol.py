@@ -1,0 +1,160 @@
+"""What clients send, as pydantic models: OpenAI's fields, and our extensions under vLLM's names.
+
+A field that is not here is refused; null means the same as leaving a field out. Ranges are `SamplingParams`' to check.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_N = 128
+MAX_PROMPTS = 2048
+
+TokenIds = list[int]
+
+
+def refused(param: str, message: str) -> PydanticCustomError:
+    """What a validator raises about a field that does not go with the others."""
+    return PydanticCustomError("refused", "{message}", {"param": param, "message": f"{param} {message}"})
+
+
+class Body(BaseModel):
+    """A JSON object of known fields, none of which is converted from another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_absent(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: item for key, item in value.items() if item is not None}
+        return value
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class RepetitionDetectionBody(Body):
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+
+class GenerationBody(Body):
+    """What completions and chats share."""
+
+    model: str | None = None
+    """Absent: the model that is served."""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: TokenIds | None = None
+    repetition_detection: RepetitionDetectionBody | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    user: str | None = None
+    """A label, which changes nothing."""
+    safety_identifier: str | None = None
+    """A label, which changes nothing."""
+    prompt_cache_key: str | None = None
+    """A label: prefixes are shared without it."""
+    service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "needs stream=true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise refused("prompt_logprobs", "cannot be streamed; leave one of the two out")
+        return self
+
+
+class CompletionRequest(GenerationBody):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    logprobs: int | None = None
+    echo: bool = False
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.n:
+            raise refused("best_of", "other than n is not supported; leave it out")
+        return self
+
+
+class ChatRequest(GenerationBody):
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    store: Literal[False] = False
+    modalities: list[Literal["text"]] | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("top_logprobs", "needs logprobs=true")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise refused("max_tokens", "and max_completion_tokens differ; give one")
+        return self
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    """Absent: as for generation, where prompts get them and chats have those of their template."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one_of(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise refused("prompt", "or messages must be given, and not both")
+        return self
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: TokenIds
