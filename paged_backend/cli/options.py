@@ -27,7 +27,7 @@ class _Option(NamedTuple):
     flags: tuple[str, ...] = ()
 
 
-_ENGINE_OPTIONS: Mapping[str, _Option] = {
+ENGINE_OPTIONS: Mapping[str, _Option] = {
     "tokenizer": _Option(str, "Folder or hub id of another tokenizer than the model's own."),
     "dtype": _Option(str, "auto, float32, bfloat16 or float16."),
     "device": _Option(str, "auto, cpu or cuda."),
@@ -65,12 +65,12 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     Every option may also stand in the YAML file that `--config` names.
     """
     own = inspect.signature(function, eval_str=True).parameters.values()
-    shared = [_engine_parameter(name, option) for name, option in _ENGINE_OPTIONS.items()]
+    shared = [_engine_parameter(name, option) for name, option in ENGINE_OPTIONS.items()]
     parameters = [*(parameter for parameter in own if parameter.name != "engine"), *shared, _CONFIG, _DEBUG]
 
     @functools.wraps(function)
     def run(*args: Any, config: Path | None, debug: bool, **options: Any) -> None:
-        engine = {name: options.pop(name) for name in _ENGINE_OPTIONS}
+        engine = {name: options.pop(name) for name in ENGINE_OPTIONS}
         given = {name: value for name, value in engine.items() if value is not None}
         _reporting_errors(debug, functools.partial(function, *args, **options, engine=given))
 

@@ -24,7 +24,18 @@ from paged_backend.server.protocol import (
     GenerationBody,
     TokenizeRequest,
 )
-from paged_backend.server.replies import ERRORS, ModelList, ModelReply
+from paged_backend.server.replies import (
+    ERRORS,
+    OR_EVENTS,
+    ChatReply,
+    CompletionReply,
+    DetokenizeReply,
+    ModelList,
+    ModelReply,
+    StatusReply,
+    TokenizeReply,
+    VersionReply,
+)
 from paged_backend.server.serving import Serving
 from paged_backend.server.streaming import Event, EventStream, unless_disconnected
 
@@ -59,19 +70,19 @@ def create_app(serving: Serving) -> FastAPI:
 
 
 def _add_generation(app: FastAPI, serving: Serving) -> None:
-    @app.post("/v1/completions", response_class=JSONReply)
+    @app.post("/v1/completions", response_class=JSONReply, response_model=CompletionReply, responses=OR_EVENTS)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         return await _generated(serving, request, body, completions.complete, completions.stream_completion)
 
-    @app.post("/v1/chat/completions", response_class=JSONReply)
+    @app.post("/v1/chat/completions", response_class=JSONReply, response_model=ChatReply, responses=OR_EVENTS)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         return await _generated(serving, request, body, chat.answer, chat.stream_answer)
 
-    @app.post("/tokenize", response_class=JSONReply)
+    @app.post("/tokenize", response_class=JSONReply, response_model=TokenizeReply)
     async def tokenize(body: TokenizeRequest) -> Response:
         return JSONReply(await tokens.tokenize(serving, body))
 
-    @app.post("/detokenize", response_class=JSONReply)
+    @app.post("/detokenize", response_class=JSONReply, response_model=DetokenizeReply)
     async def detokenize(body: DetokenizeRequest) -> Response:
         return JSONReply(await tokens.detokenize(serving, body))
 
@@ -100,20 +111,20 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
 
 
 def _add_operation(app: FastAPI, serving: Serving) -> None:
-    @app.get("/health", response_class=JSONReply)
+    @app.get("/health", response_class=JSONReply, response_model=StatusReply)
     async def health() -> Response:
         """200 if the engine's loop answers."""
         await serving.stats()
         return JSONReply({"status": "ok"})
 
-    @app.get("/ready", response_class=JSONReply)
+    @app.get("/ready", response_class=JSONReply, response_model=StatusReply)
     async def ready() -> Response:
         """200 if requests are taken."""
         if not serving.is_ready:
             raise ApiError(503, "the server takes no requests now", code="not_ready", retry=True)
         return JSONReply({"status": "ready"})
 
-    @app.get("/version", response_class=JSONReply)
+    @app.get("/version", response_class=JSONReply, response_model=VersionReply)
     async def version() -> Response:
         return JSONReply({"version": paged_backend.__version__})
 

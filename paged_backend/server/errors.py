@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from paged_backend import (
     EngineDeadError,
@@ -47,10 +47,8 @@ class ApiError(HTTPException):
         return JSONReply(self.body(), self.status_code, self.headers)
 
 
-class JSONReply(Response):
+class JSONReply(JSONResponse):
     """Strict JSON: no NaN, and a lone surrogate, which a client may have sent, becomes a question mark."""
-
-    media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         return encode_json(content)

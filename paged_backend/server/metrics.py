@@ -83,8 +83,9 @@ class Metrics:
     def observe_token(self, seconds: float) -> None:
         self._histograms["inter_token_latency_seconds"].observe(seconds)
 
-    def observe(self, output: RequestOutput, num_output_tokens: int) -> None:
+    def observe(self, output: RequestOutput, num_output_tokens: int, n: int) -> None:
         """Count a finished request; `output` may be the last of its deltas."""
+        self._histograms["request_params_n"].observe(n)
         self._counters["prompt_tokens"].inc(len(output.prompt_token_ids))
         self._counters["prompt_tokens_cached"].inc(output.num_cached_tokens)
         for name, value in _observations(output, num_output_tokens):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -32,6 +32,77 @@ class ModelList(BaseModel):
     data: list[ModelReply]
 
 
+class UsageReply(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: dict[str, list[Any]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class CompletionReply(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageReply
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: dict[str, list[Any]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+class ChatReply(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageReply
+
+
+class TokenizeReply(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(BaseModel):
+    prompt: str
+
+
+class StatusReply(BaseModel):
+    status: str
+
+
+class VersionReply(BaseModel):
+    version: str
+
+
+OR_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with stream=true, server-sent events that end with [DONE].",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply, "description": description}
     for status, description in {

@@ -96,7 +96,7 @@ class _Stalled(Exception):
 async def result_of(handle: RequestHandle, metrics: Metrics) -> RequestOutput:
     """The whole output of a request; cancelling aborts it."""
     output = await handle.aresult()
-    metrics.observe(output, output.num_output_tokens)
+    metrics.observe(output, output.num_output_tokens, len(output.outputs))
     return output
 
 
@@ -114,7 +114,7 @@ async def outputs_of(handle: RequestHandle, metrics: Metrics) -> AsyncGenerator[
                 last_of_index[part.index] = now
             num_tokens += output.num_output_tokens
             if output.finished:
-                metrics.observe(output, num_tokens)
+                metrics.observe(output, num_tokens, len(last_of_index))
             yield output
 
 
