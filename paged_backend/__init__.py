@@ -20,6 +20,10 @@ _MODULE_OF = {
     "Backend": "backend",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
+    "EmbeddingOutput": "outputs",
+    "EmbeddingRequestOutput": "outputs",
+    "EmbeddingSupport": "pooling_params",
+    "EncoderBackend": "backend",
     "EngineConfig": "config",
     "EngineDeadError": "errors",
     "EngineError": "errors",
@@ -37,6 +41,7 @@ _MODULE_OF = {
     "RequestOutputKind": "sampling_params",
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
+    "ScoreOutput": "outputs",
 }
 
 __all__ = [
@@ -45,6 +50,10 @@ __all__ = [
     "Backend",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EmbeddingSupport",
+    "EncoderBackend",
     "EngineConfig",
     "EngineDeadError",
     "EngineError",
@@ -62,11 +71,12 @@ __all__ = [
     "RequestOutputKind",
     "RequestTimeoutError",
     "SamplingParams",
+    "ScoreOutput",
 ]
 
 if TYPE_CHECKING:
     from paged_backend.async_stream import AsyncStream
-    from paged_backend.backend import Backend
+    from paged_backend.backend import Backend, EncoderBackend
     from paged_backend.config import EngineConfig
     from paged_backend.engine.metrics import EngineStats
     from paged_backend.errors import (
@@ -82,7 +92,16 @@ if TYPE_CHECKING:
     )
     from paged_backend.handle import RequestHandle
     from paged_backend.llm import LLM
-    from paged_backend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from paged_backend.outputs import (
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+        ScoreOutput,
+    )
+    from paged_backend.pooling_params import EmbeddingSupport
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
-from paged_backend.engine import engine
+from paged_backend.engine import encoder_engine, engine
+from paged_backend.pooling_params import EmbeddingSupport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,27 +37,57 @@ class Backend:
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Sampling parameters that the model's authors recommend."""
+    embedding: EmbeddingSupport | None = None
+    """None: the runner gives no embeddings."""
+
+
+class EncoderRunner(encoder_engine.EncoderRunner, Protocol):
+    """A runner that knows its sizes."""
+
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderBackend:
+    """A loaded encoder: it gives embeddings, and cannot generate."""
+
+    name: str
+    runner: EncoderRunner
+    tokenizer: Tokenizer | None
+    max_model_len: int
+    embedding: EmbeddingSupport
 
 
 def load_backend(
     model: str | os.PathLike[str] | PreTrainedModel,
     tokenizer: str | PreTrainedTokenizerBase | None,
     config: EngineConfig,
-) -> Backend:
-    """Load a transformers model and run it on a paged KV cache."""
+) -> Backend | EncoderBackend:
+    """Load a transformers model and run it on a paged KV cache; an encoder, which needs none, on padded batches."""
     # Imported here, since torch and transformers take seconds.
+    from paged_backend.model.encoder import EncoderRunner
     from paged_backend.model.loader import load
     from paged_backend.model.runner import ModelRunner
     from paged_backend.sampling.sampler import Sampler
 
     loaded = load(model, tokenizer, config)
+    chat_tokenizer = None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer, loaded.chat_template)
+    if loaded.is_encoder:
+        return EncoderBackend(
+            name=loaded.name,
+            runner=EncoderRunner(loaded.model, loaded.tokenizer),
+            tokenizer=chat_tokenizer,
+            max_model_len=loaded.max_model_len,
+            embedding=loaded.embedding,
+        )
     runner = ModelRunner(loaded, config)
     return Backend(
         name=loaded.name,
         runner=runner,
         sampler=Sampler(runner.vocab_size),
-        tokenizer=None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer, loaded.chat_template),
+        tokenizer=chat_tokenizer,
         max_model_len=loaded.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
+        embedding=loaded.embedding,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import threading
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 from tqdm.auto import tqdm
 
 from paged_backend.async_stream import AsyncStream, run_off_loop
-from paged_backend.backend import Backend, load_backend
+from paged_backend.backend import Backend, EncoderBackend, load_backend
 from paged_backend.chat.messages import Message
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
+from paged_backend.engine.encoder_engine import EncoderEngine
 from paged_backend.engine.engine import Engine
 from paged_backend.engine.kv_cache_manager import KVCacheManager
-from paged_backend.engine.loop import EngineLoop, News
+from paged_backend.engine.loop import AnyEngine, EngineLoop, News
 from paged_backend.engine.metrics import EngineStats
 from paged_backend.engine.outbox import Outbox
 from paged_backend.engine.output_processor import OutputProcessor
@@ -29,9 +31,10 @@ from paged_backend.engine.request_factory import Limits, RequestFactory
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.errors import EngineDeadError
 from paged_backend.handle import RequestHandle
-from paged_backend.outputs import RequestOutput
-from paged_backend.request_builder import Prompt, RequestBuilder
+from paged_backend.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoreOutput
+from paged_backend.request_builder import Prompt, RequestBuilder, Scoring
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.scoring import score_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,7 +84,7 @@ class LLM:
         self._start(lambda: load_backend(model, tokenizer, checked), checked)
 
     @classmethod
-    def from_backend(cls, backend: Backend, **config: Any) -> Self:
+    def from_backend(cls, backend: Backend | EncoderBackend, **config: Any) -> Self:
         """An LLM on a runner of your own, which decides over device, type, blocks and lengths; of `config`, what is for
         the scheduler counts."""
         llm = cls.__new__(cls)
@@ -220,6 +223,48 @@ class LLM:
 
         return AsyncStream(submit)
 
+    def score(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Any, use_tqdm: bool = True, **options: Any
+    ) -> list[list[ScoreOutput]]:
+        """How likely given continuations are; per prompt, in order, one `ScoreOutput` for each of its continuations.
+
+        `continuations` has, for each prompt, one continuation or a list of them; for a prompt that is not in a list, it
+        is one continuation or a list of them. Each is text or token ids. What the continuations of a prompt, and
+        prompts, have in common is computed once. `scoring.pair_of` says where a continuation begins.
+        """
+        scoring = self._builder.scores(prompts, continuations, **options)
+        return _scores(scoring, self._run(scoring.requests, use_tqdm))
+
+    async def ascore(
+        self, prompts: Prompt | Sequence[Prompt], continuations: Any, **options: Any
+    ) -> list[list[ScoreOutput]]:
+        """`score` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
+        scoring = await run_off_loop(
+            lambda: self._builder.scores(prompts, continuations, **options),
+            is_long=_num_characters(prompts) + _num_characters(continuations) > _MANY_CHARACTERS,
+        )
+        return _scores(scoring, await self._arun(scoring.requests))
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, **options: Any
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt, in order: `output.outputs.embedding`, a list of floats.
+
+        Options besides those of all requests: `pooling` (`"last"`, `"mean"` or, for encoders, `"cls"`) and `normalize`
+        (scale to length 1); None takes what the model was made for, as far as its files say so, else the mean of an
+        encoder's and the last of another model's hidden states, scaled. `dimensions` keeps the first so many components
+        only. `truncate_prompt_tokens` cuts longer prompts instead of refusing them; -1 cuts them to the model's limit.
+        """
+        requests = self._builder.embeddings(prompts, **options)
+        return _embeddings(requests, self._run(requests, use_tqdm))
+
+    async def aembed(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[EmbeddingRequestOutput]:
+        """`embed` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
+        requests = await run_off_loop(
+            lambda: self._builder.embeddings(prompts, **options), is_long=_num_characters(prompts) > _MANY_CHARACTERS
+        )
+        return _embeddings(requests, await self._arun(requests))
+
     def get_default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """What the model's generation_config.json recommends (temperature, top_p, top_k, min_p, repetition_penalty,
         max_tokens), with `overrides`, which win, also if they are 0."""
@@ -240,11 +285,11 @@ class LLM:
 
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters, taken between two steps."""
-        return self._loop.call(Engine.stats)
+        return self._loop.call(lambda engine: engine.stats())
 
     def reset_prefix_cache(self) -> None:
         """Forget what finished requests have left in the KV cache."""
-        self._loop.call(Engine.reset_prefix_cache)
+        self._loop.call(lambda engine: engine.reset_prefix_cache())
 
     @property
     def is_closed(self) -> bool:
@@ -264,7 +309,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _start(self, load: Callable[[], Backend], config: EngineConfig) -> None:
+    def _start(self, load: Callable[[], Backend | EncoderBackend], config: EngineConfig) -> None:
         self.instance_id = uuid.uuid4().hex
         """Tells this engine from all others, also from those of models with the same name."""
         self._check_process()
@@ -332,7 +377,9 @@ class _Facts(NamedTuple):
     default_sampling: dict[str, Any]
 
 
-def _assemble(backend: Backend, config: EngineConfig) -> tuple[Engine, _Facts]:
+def _assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[AnyEngine, _Facts]:
+    if isinstance(backend, EncoderBackend):
+        return _assemble_encoder(backend, config)
     manager = KVCacheManager(
         backend.runner.num_blocks, backend.runner.block_size, enable_prefix_caching=config.enable_prefix_caching
     )
@@ -349,6 +396,7 @@ def _assemble(backend: Backend, config: EngineConfig) -> tuple[Engine, _Facts]:
         num_slots=manager.num_slots,
         max_logprobs=config.max_logprobs,
         eos_token_ids=backend.eos_token_ids,
+        embedding=backend.embedding,
     )
     logger.info(
         "%s is ready: %d blocks of %d tokens, so that %d tokens fit in the KV cache",
@@ -356,6 +404,45 @@ def _assemble(backend: Backend, config: EngineConfig) -> tuple[Engine, _Facts]:
     )
     engine = Engine(backend.runner, backend.sampler, scheduler, processor)
     return engine, _Facts(backend.name, limits, backend.tokenizer, backend.default_sampling)
+
+
+def _scores(scoring: Scoring, outputs: list[RequestOutput]) -> list[list[ScoreOutput]]:
+    scores = iter([score_of(pair, output) for pair, output in zip(scoring.pairs, outputs, strict=True)])
+    return [list(itertools.islice(scores, num)) for num in scoring.nums]
+
+
+def _assemble_encoder(backend: EncoderBackend, config: EngineConfig) -> tuple[AnyEngine, _Facts]:
+    limits = Limits(
+        vocab_size=backend.runner.vocab_size,
+        max_model_len=backend.max_model_len,
+        num_slots=backend.max_model_len,
+        max_logprobs=config.max_logprobs,
+        eos_token_ids=frozenset(),
+        embedding=backend.embedding,
+        generates=False,
+    )
+    engine = EncoderEngine(
+        backend.runner, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+    )
+    logger.info("%s is ready: vectors of %d components", backend.name, backend.embedding.size)
+    return engine, _Facts(backend.name, limits, backend.tokenizer, {})
+
+
+def _embeddings(requests: list[Request], outputs: list[RequestOutput]) -> list[EmbeddingRequestOutput]:
+    return [_embedding(request, output) for request, output in zip(requests, outputs, strict=True)]
+
+
+def _embedding(request: Request, output: RequestOutput) -> EmbeddingRequestOutput:
+    if request.embedding is None:
+        raise EngineDeadError(f"request {request.request_id} was aborted")
+    return EmbeddingRequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=EmbeddingOutput(request.embedding),
+        num_cached_tokens=output.num_cached_tokens,
+        metrics=output.metrics,
+    )
 
 
 def _num_characters(value: Any) -> int:

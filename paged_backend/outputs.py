@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -71,3 +72,55 @@ class RequestOutput:
     def num_output_tokens(self) -> int:
         """Tokens generated over all outputs, including those hidden from the text."""
         return sum(len(output.token_ids) for output in self.outputs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """How likely a given continuation of a prompt is."""
+
+    token_ids: tuple[int, ...]
+    """Of the continuation."""
+    logprobs: tuple[float, ...]
+    """The log-probability of each of them after all before it."""
+    is_greedy: bool
+    """Whether each of them is the most likely token in its place, so that greedy decoding would generate it."""
+    num_prompt_tokens: int = 0
+    """Tokens before the continuation."""
+    num_cached_tokens: int = 0
+    """How many of these were found in the prefix cache, or were being computed for another continuation."""
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation: the sum of `logprobs`."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclasses.dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of one prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclasses.dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The answer to one prompt of `LLM.embed`."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt as text, if it was given as text."""
+    prompt_token_ids: list[int]
+    """Cut, if that was asked for."""
+    outputs: EmbeddingOutput
+    finished: bool = True
+    num_cached_tokens: int = 0
+    """How many prompt tokens were found in the prefix cache."""
+    metrics: RequestMetrics | None = None

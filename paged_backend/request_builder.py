@@ -11,7 +11,9 @@ from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.engine.request import Request
 from paged_backend.engine.request_factory import RequestFactory
 from paged_backend.errors import InvalidRequestError, unknown_argument
+from paged_backend.pooling_params import PoolingParams
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
+from paged_backend.scoring import Pair, continuations_of, pair_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, which may hold a `cache_salt` too."""
@@ -19,6 +21,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 _OPTIONS = ("request_id", "priority", "cache_salt", "timeout")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
 _NOT_AVAILABLE_YET = ("lora_request", "tools", "prompt_adapter_request")
 
 
@@ -26,6 +29,15 @@ class _Prompt(NamedTuple):
     text: str | None
     token_ids: list[int]
     cache_salt: str | None = None
+    prompt_logprobs_start: int = 1
+
+
+class Scoring(NamedTuple):
+    """The requests of one call, in order, the pair of each, and how many pairs each prompt has."""
+
+    requests: list[Request]
+    pairs: list[Pair]
+    nums: list[int]
 
 
 class RequestBuilder:
@@ -54,6 +66,7 @@ class RequestBuilder:
     def completions(
         self, prompts: Any, sampling_params: Any, *, final_only: bool = False, **options: Any
     ) -> list[Request]:
+        self._factory.check_generates()
         prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
         params = _params_for(len(prompts), sampling_params, self.default_sampling_params)
         return self._requests([self._read(prompt) for prompt in prompts], params, final_only, options)
@@ -70,6 +83,7 @@ class RequestBuilder:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[Request]:
+        self._factory.check_generates()
         conversations = list(messages) if _is_list_of_conversations(messages) else [messages]
         params = _params_for(len(conversations), sampling_params, self.default_chat_params)
         texts = [
@@ -85,22 +99,57 @@ class RequestBuilder:
         prompts = [_Prompt(text, self.tokenizer.encode_chat(text)) for text in texts]
         return self._requests(prompts, params, final_only, options)
 
+    def scores(self, prompts: Any, continuations: Any, **options: Any) -> Scoring:
+        is_one = _is_one_prompt(prompts)
+        prompts = [prompts] if is_one else list(prompts)
+        of_each = continuations_of(prompts, continuations, is_one=is_one)
+        pairs: list[Pair] = []
+        to_compute: list[_Prompt] = []
+        for prompt, its_continuations in zip(prompts, of_each, strict=True):
+            content, salt = _content(prompt)
+            for continuation in its_continuations:
+                pair = pair_of(content, continuation, lambda: self.tokenizer)
+                pairs.append(pair)
+                to_compute.append(_Prompt(None, pair.prompt + pair.continuation, salt, len(pair.prompt)))
+        requests = self._requests(to_compute, [_SCORING] * len(pairs), True, options)
+        return Scoring(requests, pairs, list(map(len, of_each)))
+
+    def embeddings(
+        self,
+        prompts: Any,
+        *,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **options: Any,
+    ) -> list[Request]:
+        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        params = self._factory.pooling_params(pooling, normalize, dimensions)
+        read = [self._truncated(self._read(prompt), truncate_prompt_tokens) for prompt in prompts]
+        wish = [SamplingParams(max_tokens=0)] * len(prompts)
+        return self._requests(read, wish, True, options, params)
+
+    def _truncated(self, prompt: _Prompt, limit: int | None) -> _Prompt:
+        """The prompt cut to `limit` tokens; what the tokenizer puts after a text stays behind it."""
+        if limit is None:
+            return prompt
+        if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens={limit!r} must be an integer ≥ 1, or -1 for as many as the model takes"
+            )
+        limit = self._factory.max_prompt_tokens if limit == -1 else limit
+        num_final = 0 if prompt.text is None else self.tokenizer.num_final_special_tokens
+        if len(prompt.token_ids) <= limit or limit <= num_final:
+            return prompt._replace(token_ids=prompt.token_ids[:limit])
+        end = prompt.token_ids[len(prompt.token_ids) - num_final :]
+        return prompt._replace(token_ids=prompt.token_ids[: limit - num_final] + end)
+
     def _read(self, prompt: Any) -> _Prompt:
-        if isinstance(prompt, Mapping):
-            for key in prompt:
-                if key not in _PROMPT_KEYS:
-                    raise InvalidRequestError(unknown_argument("a prompt", key, _PROMPT_KEYS))
-            known = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-            if not known:
-                raise InvalidRequestError(
-                    f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids': {prompt!r}"
-                )
-            return self._read(known[0])._replace(cache_salt=prompt.get("cache_salt"))
-        if hasattr(prompt, "tolist"):  # an array of ids
-            prompt = prompt.tolist()
-        if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)):
-            return _Prompt(None, [int(item) if isinstance(item, Integral) else item for item in prompt])
-        return _Prompt(prompt, self.tokenizer.encode(prompt))
+        content, salt = _content(prompt)
+        if isinstance(content, list):
+            return _Prompt(None, content, salt)
+        return _Prompt(content, self.tokenizer.encode(content), salt)
 
     def _requests(
         self,
@@ -108,6 +157,7 @@ class RequestBuilder:
         params: Sequence[SamplingParams],
         final_only: bool,
         options: dict[str, Any],
+        pooling: PoolingParams | None = None,
     ) -> list[Request]:
         options = {name: value for name, value in options.items() if name not in _NOT_AVAILABLE_YET or value}
         for name in options:
@@ -127,7 +177,12 @@ class RequestBuilder:
                 f"{len(priorities)} priorities for {len(params)} prompts; give one, or one for each"
             )
         each = [
-            {"priority": rank, "cache_salt": salt if prompt.cache_salt is None else prompt.cache_salt, **options}
+            {
+                "priority": rank,
+                "cache_salt": salt if prompt.cache_salt is None else prompt.cache_salt,
+                "pooling": pooling,
+                **options,
+            }
             for prompt, rank in zip(prompts, priorities, strict=True)
         ]
         calls = list(zip(prompts, params, each, strict=True))
@@ -141,11 +196,29 @@ class RequestBuilder:
                 prompt.token_ids,
                 one,
                 prompt=prompt.text,
+                prompt_logprobs_start=prompt.prompt_logprobs_start,
                 final_only=final_only or one.output_kind is RequestOutputKind.FINAL_ONLY,
                 **extras,
             )
             for prompt, one, extras in calls
         ]
+
+
+def _content(prompt: Any) -> tuple[Any, str | None]:
+    """The text or the ids of a prompt, and its cache salt."""
+    if isinstance(prompt, Mapping):
+        for key in prompt:
+            if key not in _PROMPT_KEYS:
+                raise InvalidRequestError(unknown_argument("a prompt", key, _PROMPT_KEYS))
+        known = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        if not known:
+            raise InvalidRequestError(f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids': {prompt!r}")
+        return _content(known[0])[0], prompt.get("cache_salt")
+    if hasattr(prompt, "tolist"):  # an array of ids
+        prompt = prompt.tolist()
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes)):
+        return [int(item) if isinstance(item, Integral) else item for item in prompt], None
+    return prompt, None
 
 
 def _params_for(num_prompts: int, params: Any, default: Callable[[], SamplingParams]) -> list[SamplingParams]:

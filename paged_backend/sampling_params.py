@@ -10,6 +10,7 @@ from typing import Any
 
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import Checker, rejects_unknown_arguments
+from paged_backend.logits_processors import LogitsProcessor, convention_of
 
 MAX_N = 16384
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -53,8 +54,8 @@ class SamplingParams:
     """How tokens are chosen and when generation stops; frozen, and checked once, here.
 
     Names, defaults and ranges follow vLLM. The order of operations on the logits is: allowed ids, bad words,
-    `min_tokens` and `logit_bias`, penalties (repetition, frequency, presence), temperature, `min_p`, `top_k`,
-    `top_p`, draw. Raises `InvalidRequestError` that names the field, its value and its limit.
+    `min_tokens` and `logit_bias`, penalties (repetition, frequency, presence), `logits_processors`, temperature,
+    `min_p`, `top_k`, `top_p`, draw. Raises `InvalidRequestError` that names the field, its value and its limit.
     """
 
     n: int = 1
@@ -100,6 +101,13 @@ class SamplingParams:
     """If given, nothing but these ids is generated (and the model's end tokens, only if they are among them)."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these ids; values in [-100, 100], where -100 bans and 100 forces."""
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    """Called in this order, once per generated token, as `(output_ids, logits) -> logits` or, if they need three
+    arguments, `(prompt_ids, output_ids, logits) -> logits`; logits are a float32 tensor [V]. LogitsProcessors of
+    transformers, and what takes `(input_ids, scores)` by these names, get tensors [1, T] and [1, V], where T counts
+    prompt and output. They run where `generate` runs them: after penalties, before temperature. Each sequence has
+    its own copy of a transformers processor, or of one with a method `clone`; others are shared. An exception in one
+    ends its request alone, with EngineError."""
     repetition_detection: RepetitionDetection | None = None
     """End outputs that repeat themselves."""
     detokenize: bool = True
@@ -140,7 +148,7 @@ class SamplingParams:
         """Other spellings of the same wish become one; lists become tuples, so that nobody changes them later."""
         if isinstance(self.stop, str):
             self._set("stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "bad_words"):
+        for name in ("stop", "stop_token_ids", "bad_words", "logits_processors"):
             value = getattr(self, name)
             self._set(name, () if value is None else _as_tuple(name, value))
         for name in ("allowed_token_ids", "logprob_token_ids"):
@@ -192,6 +200,8 @@ class SamplingParams:
             check.fail("logprob_token_ids", f"at most {MAX_LOGPROB_TOKEN_IDS} ids")
         if self.stop and not self.detokenize:
             check.fail("stop", "empty when detokenize=False, since stop strings are searched in the text")
+        if not all(map(convention_of, self.logits_processors or ())):
+            check.fail("logits_processors", "a list of callables that take (token_ids, logits), see its documentation")
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             check.fail("output_kind", "a RequestOutputKind or None")
         for name in ("structured_outputs", "thinking_token_budget"):

@@ -21,7 +21,9 @@ from paged_backend.engine.scheduler import ScheduledSequence, Scheduler, Schedul
 
 VOCAB_SIZE = 1000
 WAIT_SECONDS = 20.0
-REQUEST_OPTIONS = ("eos_token_ids", "priority", "cache_salt", "deadline", "final_only")
+REQUEST_OPTIONS = (
+    *("eos_token_ids", "priority", "cache_salt", "deadline", "final_only", "pooling", "prompt_logprobs_start"),
+)
 
 _request_numbers = itertools.count()
 

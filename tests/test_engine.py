@@ -33,8 +33,9 @@ PREFIXES = ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9], [7] * 8)
 def workloads(draw: st.DrawFn) -> dict[str, Any]:
     """Options of a request that often shares a prefix with others."""
     prefix = draw(st.sampled_from(PREFIXES))[: draw(st.integers(0, 8))]
+    prompt = [*prefix, *draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))]
     return {
-        "prompt": [*prefix, *draw(st.lists(st.integers(0, 2), min_size=1, max_size=4))],
+        "prompt": prompt,
         "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
         "max_tokens": draw(st.integers(0, 8)),
         "priority": draw(st.integers(0, 2)),
@@ -42,6 +43,7 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
         "seed": draw(st.integers(0, 3)),
         "logprobs": draw(st.sampled_from([None, 0])),
         "prompt_logprobs": draw(st.sampled_from([None, None, 0])),
+        "prompt_logprobs_start": draw(st.integers(1, len(prompt))),
     }
 
 

@@ -274,11 +274,13 @@ def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
             make_loaded(source)
 
 
-def test_masked_language_model_is_refused(tmp_path: Path) -> None:
+def test_masked_language_model_is_an_encoder(tmp_path: Path) -> None:
     config = BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     BertForMaskedLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="BertForMaskedLM"):
-        make_loaded(tmp_path)
+    loaded = make_loaded(tmp_path)
+    assert loaded.is_encoder
+    assert loaded.embedding.default_pooling == "mean"
+    assert not make_loaded(save_model(tmp_path / "causal")).is_encoder
 
 
 # --- dtype and device ---

@@ -52,6 +52,13 @@ class Tokenizer:
             return token_ids[1:]
         return token_ids
 
+    @property
+    def num_final_special_tokens(self) -> int:
+        """How many tokens `encode` puts after a text."""
+        special = set(self._tokenizer.all_special_ids)
+        token_ids = self.encode("a")
+        return next((i for i, token_id in enumerate(reversed(token_ids)) if token_id not in special), len(token_ids))
+
     def encode_word(self, word: str) -> tuple[tuple[int, ...], ...]:
         """The spellings of a word in ids: at the start of a text, and after a space."""
         spellings = (self.encode(text, add_special_tokens=False) for text in (word, " " + word.lstrip()))

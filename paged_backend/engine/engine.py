@@ -32,8 +32,8 @@ class Runner(Protocol):
 class Sampler(Protocol):
     """Chooses tokens."""
 
-    def sample(self, logits: Any, sequences: list[Sequence]) -> Iterable[SampledToken]:
-        """The next token of each sequence; logits has one row for each."""
+    def sample(self, logits: Any, sequences: list[Sequence]) -> Iterable[SampledToken | Exception]:
+        """The next token of each sequence, or what ends its request; logits has one row for each."""
         ...
 
     def prompt_logprobs(self, logits: Any, token_ids: list[int], num_logprobs: int) -> list[RawLogprobs]:
@@ -51,8 +51,8 @@ class EngineOutput(NamedTuple):
 class Engine:
     """Owns the requests from their admission to their end; used by one thread.
 
-    An error in a step ends the requests in that step; an error with one request's text ends that request. Either way
-    their blocks are free again and the engine goes on.
+    An error in a step ends the requests in that step; an error with one request's text, or in its own logits
+    processors, ends that request. Either way their blocks are free again and the engine goes on.
     """
 
     def __init__(
@@ -120,15 +120,10 @@ class Engine:
         now = time.monotonic()
         outputs: list[EngineOutput] = []
         for request in [one for one in self._timed.values() if one.deadline is not None and one.deadline <= now]:
-            error = RequestTimeoutError(
-                f"request {request.request_id} did not finish within its timeout "
-                f"({now - request.metrics.arrival_time:.1f} s after arrival, "
-                f"{sum(s.num_output_tokens for s in request.sequences if s.token_ids)} tokens generated)"
-            )
-            outputs += self._fail(request, error)
+            outputs += self._fail(request, timeout_error(request, now))
         return outputs
 
-    def _sample(self, logits: Any, sampled: list[SampledSequence]) -> list[SampledToken]:
+    def _sample(self, logits: Any, sampled: list[SampledSequence]) -> list[SampledToken | Exception]:
         if not sampled:
             return []
         rows = self._runner.rows(logits, [row for _, row in sampled])
@@ -140,24 +135,27 @@ class Engine:
         for sequence, num_tokens, num_logits in scheduled.scheduled:
             end_row += num_logits
             request = sequence.request
-            if request.prompt_logprobs is None or not request.wants_prompt_logprobs:
+            if request.prompt_logprobs is None or request.first_logits is None or num_logits == 0:
                 continue
-            first = sequence.num_computed_tokens + 1
-            token_ids = request.prompt_token_ids[first : first + num_tokens]
+            first = len(request.prompt_logprobs)
+            token_ids = request.prompt_token_ids[first : sequence.num_computed_tokens + num_tokens + 1]
             start_row = end_row - num_logits
             rows = self._runner.rows(logits, list(range(start_row, start_row + len(token_ids))))
             num_logprobs = request.params.prompt_logprobs or 0
             named = map(self._output_processor.named, self._sampler.prompt_logprobs(rows, token_ids, num_logprobs))
-            request.prompt_logprobs[first:] = named
+            request.prompt_logprobs += named
 
     def _update(
-        self, scheduled: SchedulerOutput, sampled: list[SampledSequence], tokens: list[SampledToken]
+        self, scheduled: SchedulerOutput, sampled: list[SampledSequence], tokens: list[SampledToken | Exception]
     ) -> list[EngineOutput]:
         now = time.monotonic()
         outputs: list[EngineOutput] = []
         for (sequence, _), token in zip(sampled, tokens, strict=True):
             if sequence.status is Status.FINISHED:
-                continue  # its text failed a moment ago, with another sample of the same request
+                continue  # it failed a moment ago, with another sample of the same request
+            if isinstance(token, Exception):
+                outputs += self._fail_processor(sequence, token)
+                continue
             if sequence.request.metrics.first_token_time is None:
                 sequence.request.metrics.first_token_time = now
             self._scheduler.update(sequence, token.token_id)
@@ -193,12 +191,17 @@ class Engine:
     def _fail_text(self, sequence: Sequence, error: Exception) -> list[EngineOutput]:
         request = sequence.request
         logger.error("the tokens of request %s could not be written as text", request.request_id, exc_info=error)
-        return self._fail(request, _engine_error("the output could not be decoded:", error))
+        return self._fail(request, engine_error("the output could not be decoded:", error))
+
+    def _fail_processor(self, sequence: Sequence, error: Exception) -> list[EngineOutput]:
+        request = sequence.request
+        logger.error("a logits processor of request %s failed", request.request_id, exc_info=error)
+        return self._fail(request, engine_error("a logits processor failed with", error))
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineOutput]:
         self._scheduler.kv_cache_manager.unpublish_step()
         requests = {sequence.request.request_id: sequence.request for sequence, _, _ in scheduled.scheduled}
-        failures = ((request, _engine_error("the step failed with", error)) for request in requests.values())
+        failures = ((request, engine_error("the step failed with", error)) for request in requests.values())
         return [output for request, failure in failures for output in self._fail(request, failure)]
 
     def _fail(self, request: Request, error: Exception) -> list[EngineOutput]:
@@ -219,7 +222,15 @@ class Engine:
         return self._requests.pop(request.request_id, None) is not None
 
 
-def _engine_error(what: str, cause: Exception) -> EngineError:
+def timeout_error(request: Request, now: float) -> RequestTimeoutError:
+    return RequestTimeoutError(
+        f"request {request.request_id} did not finish within its timeout "
+        f"({now - request.metrics.arrival_time:.1f} s after arrival, "
+        f"{sum(s.num_output_tokens for s in request.sequences if s.token_ids)} tokens generated)"
+    )
+
+
+def engine_error(what: str, cause: Exception) -> EngineError:
     error = EngineError(f"{what} {type(cause).__name__}: {cause}")
     error.__cause__ = cause.with_traceback(None)  # whose frames hold the engine
     return error

@@ -64,7 +64,7 @@ class KVCacheManager:
         sequence.num_computed_tokens = len(hits) * self.block_size
         sequence.num_published_blocks = len(hits)
         sequence.prefix_id = hits[-1].prefix_id if hits else None
-        if self._reads_cache(sequence):
+        if self._num_findable(sequence):
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed_tokens
         return True
@@ -128,15 +128,17 @@ class KVCacheManager:
                 num_unused += unused
         return num_unused + sum(shared.values())
 
-    def _reads_cache(self, sequence: Sequence) -> bool:
-        return self.enable_prefix_caching and not sequence.request.wants_prompt_logprobs
+    def _num_findable(self, sequence: Sequence) -> int:
+        """How many tokens may come from the cache: those before the first one of which more is needed than it holds."""
+        if not self.enable_prefix_caching:
+            return 0
+        first_needed = sequence.request.first_needed
+        return sequence.num_tokens - 1 if first_needed is None else first_needed
 
     def _match_prefix(self, sequence: Sequence) -> list[CachedBlock]:
-        """Known blocks of the sequence's prefix, leaving at least one token to compute: its logits are needed."""
-        if not self._reads_cache(sequence):
-            return []
+        """Known blocks of the sequence's prefix."""
         hits: list[CachedBlock] = []
-        for index in range((sequence.num_tokens - 1) // self.block_size):
+        for index in range(self._num_findable(sequence) // self.block_size):
             hit = self.pool.find(self._key(sequence, index, hits[-1].prefix_id if hits else None))
             if hit is None:
                 break

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
+from paged_backend.engine.encoder_engine import EncoderEngine
 from paged_backend.engine.engine import Engine, EngineOutput
 from paged_backend.engine.outbox import Outbox
 from paged_backend.engine.request import Request
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 News = CompletionOutput | Exception
+AnyEngine = Engine | EncoderEngine
 _JOIN_SECONDS = 30.0
 
 
@@ -38,7 +40,7 @@ class _Shared:
 
     lock: threading.RLock = dataclasses.field(default_factory=threading.RLock)
     """Reentrant, since a handle may be collected, and so abort, in a thread that holds it."""
-    inbox: queue.SimpleQueue[Callable[[Engine], list[EngineOutput]] | None] = dataclasses.field(
+    inbox: queue.SimpleQueue[Callable[[AnyEngine], list[EngineOutput]] | None] = dataclasses.field(
         default_factory=queue.SimpleQueue
     )
     readers: dict[str, _Reader] = dataclasses.field(default_factory=dict)
@@ -63,7 +65,7 @@ class EngineLoop:
         self._threads: list[threading.Thread] = []
         self._stop = weakref.finalize(self, _close, self._shared, self._threads, self._process_id)
 
-    def start(self, build: Callable[[], tuple[Engine, T]]) -> T:
+    def start(self, build: Callable[[], tuple[AnyEngine, T]]) -> T:
         """Make the engine, and return what `build` tells about it; raises what `build` raises.
 
         It is made in the thread that will run it: OpenMP keeps a pool of workers for each thread that computes, and
@@ -109,12 +111,12 @@ class EngineLoop:
                 if reader is not None and reader.request is request and not request.is_finished:
                     self._shared.inbox.put(lambda engine: engine.abort(request.request_id))
 
-    def call(self, function: Callable[[Engine], T]) -> T:
+    def call(self, function: Callable[[AnyEngine], T]) -> T:
         """The result of `function`, run between two steps."""
         self._check_process()
         future: Future[T] = Future()
 
-        def run(engine: Engine) -> list[EngineOutput]:
+        def run(engine: AnyEngine) -> list[EngineOutput]:
             try:
                 future.set_result(function(engine))
             except Exception as error:
@@ -172,7 +174,7 @@ class EngineLoop:
         shared.unstarted += requests
 
 
-def _run(build: Callable[[], tuple[Engine, T]], told: Future[T], shared: _Shared) -> None:
+def _run(build: Callable[[], tuple[AnyEngine, T]], told: Future[T], shared: _Shared) -> None:
     """The thread: make the engine; then take messages, step while there is work, deliver."""
     try:
         engine, facts = build()
@@ -193,7 +195,7 @@ def _run(build: Callable[[], tuple[Engine, T]], told: Future[T], shared: _Shared
     _die(engine, shared, "the engine is closed; make a new LLM")
 
 
-def _take_messages(engine: Engine, shared: _Shared) -> bool:
+def _take_messages(engine: AnyEngine, shared: _Shared) -> bool:
     """Run what is in the inbox, waiting for it if there is nothing else to do; False at the end."""
     block = not engine.has_work
     while True:
@@ -207,7 +209,7 @@ def _take_messages(engine: Engine, shared: _Shared) -> bool:
         block = False
 
 
-def _add(engine: Engine, requests: Iterable[Request]) -> list[EngineOutput]:
+def _add(engine: AnyEngine, requests: Iterable[Request]) -> list[EngineOutput]:
     for request in requests:
         engine.add_request(request)
     return []
@@ -231,7 +233,7 @@ def _is_over(request: Request, news: News) -> bool:
     return isinstance(news, Exception) or request.is_finished
 
 
-def _die(engine: Engine, shared: _Shared, reason: str) -> None:
+def _die(engine: AnyEngine, shared: _Shared, reason: str) -> None:
     """Nobody waits for ever: whoever still waits gets the reason, and so does everybody who comes later."""
     with shared.lock:
         shared.dead = reason

@@ -11,41 +11,41 @@ from paged_backend.engine.scheduler import Scheduler, SchedulerOutput
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot between two steps."""
+    """A snapshot between two steps. What a model without a KV cache does not have is 0."""
 
-    num_running: int
+    num_running: int = 0
     """Sequences being computed."""
-    num_waiting: int
+    num_waiting: int = 0
     """Sequences waiting for room, preempted ones among them."""
-    num_blocks: int
-    block_size: int
-    num_free_blocks: int
+    num_blocks: int = 0
+    block_size: int = 0
+    num_free_blocks: int = 0
     """Blocks that nobody holds; cached ones among them."""
-    num_cached_blocks: int
+    num_cached_blocks: int = 0
     """Free blocks that a later request with the same prefix can take back."""
-    num_evictions: int
+    num_evictions: int = 0
     """Cached blocks that were handed out for something else."""
-    num_steps: int
-    step_seconds: float
-    num_computed_tokens: int
+    num_steps: int = 0
+    step_seconds: float = 0.0
+    num_computed_tokens: int = 0
     """Tokens the model was run on."""
-    num_generated_tokens: int
-    num_prefix_queried_tokens: int
-    num_prefix_hit_tokens: int
-    num_preemptions: int
-    largest_batch: int
+    num_generated_tokens: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+    largest_batch: int = 0
     """Most sequences that shared a step."""
-    kv_waste_ratio: float
+    kv_waste_ratio: float = 0.0
     """Slots of held blocks that hold nothing / all slots of held blocks, over all steps."""
-    finished: dict[str, int]
+    finished: dict[str, int] = dataclasses.field(default_factory=dict)
     """Requests by the reason of their (first) output's end."""
-    failed: dict[str, int]
+    failed: dict[str, int] = dataclasses.field(default_factory=dict)
     """Requests by the error that ended them."""
 
     @property
     def kv_cache_usage(self) -> float:
         """Share of the blocks that are held."""
-        return 1.0 - self.num_free_blocks / self.num_blocks
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
 class EngineMetrics:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from paged_backend.outputs import RequestMetrics, TokenLogprobs
+from paged_backend.pooling_params import PoolingParams
 from paged_backend.sampling_params import SamplingParams
 
 
@@ -52,6 +53,11 @@ class Request:
     """In seconds of `time.monotonic()`."""
     final_only: bool = False
     """Nobody looks at the output before its end, so there is no need to write it out step by step."""
+    prompt_logprobs_start: int = 1
+    """The first prompt position whose log-probabilities are wanted, if any are."""
+    pooling: PoolingParams | None = None
+    """Given for a request that wants a vector of its prompt, and no tokens."""
+    embedding: list[float] | None = None
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.monotonic()))
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
@@ -59,7 +65,7 @@ class Request:
     def __post_init__(self) -> None:
         self.sequences = [Sequence(self, index) for index in range(self.params.n)]
         if self.params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs = [None] * self.prompt_logprobs_start
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -77,9 +83,18 @@ class Request:
         return all(sequence.status is Status.FINISHED for sequence in self.sequences)
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """True until every prompt token has its log-probabilities."""
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+    def first_logits(self) -> int | None:
+        """The first position of the prompt whose logits are still needed, for the log-probabilities of the token after
+        it; None if no prompt token lacks what was asked for."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) >= len(self.prompt_token_ids):
+            return None
+        return len(self.prompt_logprobs) - 1
+
+    @property
+    def first_needed(self) -> int | None:
+        """The first position of the prompt of which something is needed that the prefix cache does not hold: logits, or
+        hidden states to average over."""
+        return 0 if self.pooling is not None and self.pooling.needs_every_token else self.first_logits
 
 
 class Sequence:
@@ -99,6 +114,7 @@ class Sequence:
         "num_published_blocks",
         "order",
         "output",
+        "pooling_state",
         "prefix_id",
         "request",
         "sampling_state",
@@ -129,6 +145,8 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.output: Any = None
         """The output processor's: the text so far."""
+        self.pooling_state: Any = None
+        """The runner's: what it has of the embedding so far."""
         self.sampling_state: Any = None
         """The sampler's; derived from the tokens, so preemption does not touch it."""
 

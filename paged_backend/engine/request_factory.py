@@ -12,6 +12,7 @@ from collections.abc import Callable
 from paged_backend.engine.request import Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import is_finite
+from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
 from paged_backend.sampling_params import SamplingParams
 
 EncodeWord = Callable[[str], tuple[tuple[int, ...], ...]]
@@ -27,6 +28,10 @@ class Limits:
     """Tokens the whole KV cache holds."""
     max_logprobs: int
     eos_token_ids: frozenset[int]
+    embedding: EmbeddingSupport | None = None
+    """None: the model gives no vectors."""
+    generates: bool = True
+    """False for encoders, which give nothing else."""
 
     @property
     def max_len(self) -> int:
@@ -43,6 +48,22 @@ class RequestFactory:
         self._seeds = random.Random(seed)
         self._lock = threading.Lock()
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of a request that wants a vector."""
+        return self._limits.max_len
+
+    def check_generates(self) -> None:
+        """Raises InvalidRequestError if the model gives embeddings only."""
+        if not self._limits.generates:
+            raise InvalidRequestError("this model is an encoder, which cannot generate text; use embed()")
+
+    def pooling_params(self, pooling: str | None, normalize: bool | None, dimensions: int | None) -> PoolingParams:
+        """What was asked for, with the model's own choices for None; raises InvalidRequestError."""
+        if self._limits.embedding is None:
+            raise InvalidRequestError("this engine's runner gives no embeddings")
+        return self._limits.embedding.params(pooling, normalize, dimensions)
+
     def check(
         self,
         prompt_token_ids: list[int],
@@ -52,8 +73,11 @@ class RequestFactory:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        pooling: PoolingParams | None = None,
     ) -> None:
         """Raises InvalidRequestError for what can never be served."""
+        if pooling is None:
+            self.check_generates()
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
         self._max_tokens(len(prompt_token_ids), params)
@@ -69,6 +93,8 @@ class RequestFactory:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        prompt_logprobs_start: int = 1,
+        pooling: PoolingParams | None = None,
         final_only: bool = False,
     ) -> Request:
         """Of what `check` has passed."""
@@ -83,7 +109,9 @@ class RequestFactory:
             bad_words_token_ids=self._bad_words(params),
             priority=priority,
             cache_salt=cache_salt,
+            prompt_logprobs_start=prompt_logprobs_start,
             final_only=final_only,
+            pooling=pooling,
         )
         if timeout is not None:
             request.deadline = time.monotonic() + timeout

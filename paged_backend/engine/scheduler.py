@@ -31,6 +31,8 @@ class SchedulerOutput:
     scheduled: list[ScheduledSequence] = dataclasses.field(default_factory=list)
     copies: list[BlockCopy] = dataclasses.field(default_factory=list)
     num_tokens: int = 0
+    pools: bool = False
+    """Whether one of them wants an embedding; those want no logits."""
 
 
 class SampledSequence(NamedTuple):
@@ -126,10 +128,9 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
 
     def _add(self, output: SchedulerOutput, sequence: Sequence, num_tokens: int) -> None:
-        end = sequence.num_computed_tokens + num_tokens
-        num_logits = num_tokens if sequence.request.wants_prompt_logprobs else int(end == sequence.num_tokens)
-        self.kv_cache_manager.publish(sequence, end)
-        output.scheduled.append(ScheduledSequence(sequence, num_tokens, num_logits))
+        self.kv_cache_manager.publish(sequence, sequence.num_computed_tokens + num_tokens)
+        output.scheduled.append(ScheduledSequence(sequence, num_tokens, _num_logits(sequence, num_tokens)))
+        output.pools = output.pools or sequence.request.pooling is not None
         output.num_tokens += num_tokens
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -196,3 +197,13 @@ class Scheduler:
     def finish_all(self, sequences: Iterable[Sequence], reason: FinishReason) -> None:
         for sequence in sequences:
             self.finish(sequence, reason)
+
+
+def _num_logits(sequence: Sequence, num_tokens: int) -> int:
+    """How many of the next `num_tokens` tokens need logits: the last one of all, and what prompt log-probabilities
+    take; none of them for an embedding."""
+    if sequence.request.pooling is not None:
+        return 0
+    start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+    first = sequence.request.first_logits
+    return int(end == sequence.num_tokens) if first is None else max(0, end - max(start, first))

@@ -79,7 +79,7 @@ class FusedDecoder:
         )
 
     def __call__(self, layers: PagedLayers, input_ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
-        """Ids [T], positions [T], rows wanted [R] -> logits [R, V]."""
+        """Ids [T], positions [T], rows wanted [R] -> their last hidden states [R, E]."""
         x: Tensor = self._embed(input_ids)
         cos, sin = (part[0] for part in self._rotary(x, positions[None]))
         residual: Tensor | None = None
@@ -95,7 +95,11 @@ class FusedDecoder:
             x, residual = layer.mlp_norm(layer.output(x), residual)
             x = layer.down(silu_and_mul(layer.gate_up(x), activation=self._activation))
         x, _ = self._norm(x, residual)
-        return self._lm_head(x)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, E] -> logits [R, V]."""
+        return self._lm_head(hidden)
 
 
 def _normed(norm: _Norm | None, heads: Tensor) -> Tensor:

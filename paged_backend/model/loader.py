@@ -16,6 +16,7 @@ import torch
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -27,8 +28,10 @@ from transformers.utils import logging as transformers_logging
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError, InvalidRequestError, ModelError
 from paged_backend.model.demo import demo_folder
+from paged_backend.model.encoder import embedding_support, is_encoder, max_seq_length
 from paged_backend.model.gguf import gguf_folder
 from paged_backend.model.linear import cpu_computes
+from paged_backend.pooling_params import EmbeddingSupport
 from paged_backend.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -42,6 +45,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 _NO_TOKENIZER_LIMIT = 10**9  # transformers writes 10**30 for "none"
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+_UNUSED_WEIGHTS = "pooler."  # encoders' classes have it, their checkpoints often do not, and nothing reads it
 # generation_config.json's names and ours.
 _SAMPLING_NAMES = {
     "temperature": "temperature",
@@ -55,7 +59,7 @@ _SAMPLING_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A causal language model, in evaluation mode, with what must be known of it to serve it."""
+    """A causal language model, or an encoder, in evaluation mode, with what must be known of it to serve it."""
 
     model: PreTrainedModel
     name: str
@@ -70,6 +74,10 @@ class LoadedModel:
     """Instead of the tokenizer's own."""
     eos_token_ids: frozenset[int] = frozenset()
     """End tokens, as `generate` would take them: from the generation config, else the config, else the tokenizer."""
+    embedding: EmbeddingSupport
+    """What vectors it gives."""
+    is_encoder: bool = False
+    """True: its tokens see what follows them, so that it gives vectors only."""
     default_sampling: dict[str, Any] = field(default_factory=dict)
     """What generation_config.json sets, in SamplingParams' names; values that SamplingParams refuses are left out."""
 
@@ -98,10 +106,15 @@ def load(
             raise ModelError(f"model must be a name, a path or a PreTrainedModel, not a {type(model).__name__}")
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer = _load_tokenizer(tokenizer, source, config)
+        path, options = (source.path, source.options(config)) if source else (None, dict[str, Any]())
+        embedding = embedding_support(loaded, path, options, name)
+        length = max_seq_length(path, options) if is_encoder(loaded.config) else None
     return LoadedModel(
         model=loaded,
         name=name,
-        max_model_len=_max_model_len(loaded.config, tokenizer, config),
+        max_model_len=_max_model_len(loaded.config, tokenizer, config, length),
+        embedding=embedding,
+        is_encoder=is_encoder(loaded.config),
         owns_weights=source is not None,
         tokenizer=tokenizer,
         chat_template=chat_template,
@@ -165,7 +178,8 @@ def _load_weights(source: _Source, name: str, config: EngineConfig) -> PreTraine
         ) from error
     _check_architecture(model_config, name)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        auto_class = AutoModel if is_encoder(model_config) else AutoModelForCausalLM
+        model, report = auto_class.from_pretrained(
             source.path,
             config=model_config,
             dtype=_DTYPES.get(config.dtype, "auto"),
@@ -174,8 +188,9 @@ def _load_weights(source: _Source, name: str, config: EngineConfig) -> PreTraine
         )
     except Exception as error:
         raise ModelError(f"model={name!r} cannot be loaded: {error}") from error
-    if report["missing_keys"]:
-        some = ", ".join(sorted(report["missing_keys"])[:3])
+    missing = [key for key in report["missing_keys"] if not key.startswith(_UNUSED_WEIGHTS)]
+    if missing:
+        some = ", ".join(sorted(missing)[:3])
         raise ModelError(f"model={name!r} lacks weights of a {type(model).__name__}, among them {some}")
     if config.dtype == "auto" and device.type == "cpu" and not cpu_computes(model.dtype):
         model = model.float()
@@ -204,7 +219,7 @@ def _check_architecture(config: PreTrainedConfig, name: str) -> None:
     kind = (config.architectures or [config.model_type])[0]
     if config.is_encoder_decoder:
         raise ModelError(f"model={name!r} is an encoder-decoder ({kind}); only decoder-only models can be served")
-    if kind.endswith(("ForMaskedLM", "ForPreTraining")):
+    if kind.endswith(("ForMaskedLM", "ForPreTraining")) and not is_encoder(config):
         raise ModelError(f"model={name!r} is no causal language model but a {kind}: it sees the tokens to come")
 
 
@@ -212,7 +227,7 @@ def _check_passed(model: PreTrainedModel, config: EngineConfig) -> None:
     """A passed model is served as it is; what would change it is refused."""
     kind = type(model).__name__
     _check_architecture(model.config, model.name_or_path or kind)
-    if not model.can_generate():
+    if not model.can_generate() and not is_encoder(model.config):
         raise ModelError(f"a {kind} cannot generate text; load it with AutoModelForCausalLM")
     if model.dtype not in _DTYPES.values():
         raise ModelError(f"the {kind} is in {model.dtype}; call model.to() with one of {', '.join(_DTYPES)}")
@@ -259,10 +274,16 @@ def _chat_template(template: str | None) -> str | None:
 
 
 def _max_model_len(
-    model_config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None, config: EngineConfig
+    model_config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: EngineConfig,
+    trained: int | None = None,
 ) -> int:
+    """`max_model_len`, else `trained`, the length that an encoder was trained with, else the model's limit."""
     limit = _length_limit(model_config.get_text_config(decoder=True))
-    wanted = config.max_model_len
+    if is_encoder(model_config):  # whose tables of positions may have room that no token can have
+        limit = min(filter(None, (limit, _tokenizer_limit(tokenizer))), default=None)
+    wanted = config.max_model_len or (min(trained, limit or trained) if trained else None)
     if limit is None:
         return wanted or _tokenizer_limit(tokenizer) or DEFAULT_MAX_MODEL_LEN
     if wanted is not None and wanted > limit:
@@ -292,7 +313,7 @@ def _tokenizer_limit(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     text_config = model.config.get_text_config(decoder=True)
-    for source in (model.generation_config, model.config, text_config, tokenizer):
+    for source in (getattr(model, "generation_config", None), model.config, text_config, tokenizer):
         token_ids = getattr(source, "eos_token_id", None)
         if token_ids is not None:
             return frozenset([token_ids] if isinstance(token_ids, int) else token_ids)
@@ -301,7 +322,9 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
 
 def _default_sampling(model: PreTrainedModel) -> dict[str, Any]:
     """`do_sample: false`, if it is written there, means temperature 0, as it does in `generate`."""
-    settings = model.generation_config
+    settings = getattr(model, "generation_config", None)
+    if settings is None:  # an encoder
+        return {}
     given = {ours: getattr(settings, theirs, None) for theirs, ours in _SAMPLING_NAMES.items()}
     if settings.do_sample is False:
         given["temperature"] = 0.0

@@ -28,6 +28,7 @@ from paged_backend.model.attention import (
 from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.linear import speed_up_linears
 from paged_backend.model.loader import LoadedModel
+from paged_backend.model.pooling import PooledStep
 from paged_backend.model.self_check import check_logits, probe_token_ids
 
 logger = logging.getLogger(__name__)
@@ -69,9 +70,37 @@ class ModelRunner:
         input_ids, positions, metadata = self._inputs(output.scheduled)
         keep = _rows_to_keep(output.scheduled)
         layers = PagedLayers(self._specs, self._kv_cache, metadata)
+        if output.pools:
+            return self._pool(PooledStep(output.scheduled), layers, input_ids, positions, keep)
         if self._decoder is not None:
-            return self._decoder(layers, *map(self._tensor, (input_ids, positions, keep)))
+            return self._decoder.logits(self._decoder(layers, *map(self._tensor, (input_ids, positions, keep))))
         return self._forward(layers, input_ids, positions, keep)
+
+    def _pool(
+        self, pooled: PooledStep, layers: PagedLayers, input_ids: np.ndarray, positions: np.ndarray, keep: np.ndarray
+    ) -> Tensor:
+        """A step that also leaves hidden states to those who want embeddings; the logits are those of `keep`."""
+        num_logits = len(keep)
+        keep = np.concatenate([keep, np.array(pooled.rows, np.int64)])
+        if self._decoder is not None:
+            hidden = self._decoder(layers, *map(self._tensor, (input_ids, positions, keep)))
+            pooled.collect(hidden[num_logits:])
+            return self._decoder.logits(hidden[:num_logits])
+
+        def take(head: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+            (hidden,) = arguments
+            pooled.collect(hidden[0, num_logits:])
+            return (hidden[:, :num_logits],)
+
+        hook = self._head().register_forward_pre_hook(take)
+        try:
+            return self._forward(layers, input_ids, positions, keep)
+        finally:
+            hook.remove()
+
+    def _head(self) -> nn.Module:
+        head: nn.Module = self._model.get_output_embeddings()  # type: ignore[operator]
+        return head
 
     def rows(self, logits: Tensor, rows: list[int]) -> Tensor:
         """These rows of the logits, in this order."""

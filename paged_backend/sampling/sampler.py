@@ -13,6 +13,7 @@ from paged_backend.sampling.constraints import ConstrainedRow, Constraints, appl
 from paged_backend.sampling.draw import Ints
 from paged_backend.sampling.logprobs import Logprobs, token_logprobs
 from paged_backend.sampling.penalties import PenalisedRow, TokenCounts, apply_penalties, has_penalties
+from paged_backend.sampling.processors import Processors, run_processors
 
 _PROMPT_ROWS = 64
 """Rows of prompt logits turned into log-probabilities at a time, to bound the memory it takes."""
@@ -33,6 +34,7 @@ class _SamplingState:
         self.counts: TokenCounts | None = None
         if has_penalties(params):
             self.counts = TokenCounts(vocab_size, include_prompt=params.repetition_penalty != 1.0)
+        self.processors = Processors(params.logits_processors) if params.logits_processors else None
 
 
 class Sampler:
@@ -40,8 +42,8 @@ class Sampler:
 
     A token is a function of the sequence's parameters, tokens and seed and of its row of logits alone: nothing that
     the other rows of the batch are or ask for changes it, in any bit. Order of operations: raw log-probabilities,
-    float32, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, temperature, `min_p`, `top_k`, `top_p`,
-    draw.
+    float32, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, the caller's logits processors,
+    temperature, `min_p`, `top_k`, `top_p`, draw.
 
     Where these ban every token of a row, the lowest of its `allowed_token_ids` is taken, or else token 0.
     """
@@ -50,8 +52,11 @@ class Sampler:
         self._vocab_size = vocab_size
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-        """Row *i* of `logits` [S, V], of any float type and device, belongs to `sequences[i]`; may change `logits`."""
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken | Exception]:
+        """Row *i* of `logits` [S, V], of any float type and device, belongs to `sequences[i]`; may change `logits`.
+
+        What a sequence's own logits processors raise comes in place of its token.
+        """
         assert logits.shape == (len(sequences), self._vocab_size)
         if not sequences:
             return []
@@ -59,14 +64,16 @@ class Sampler:
         raw = take_rows(logits, asking).float().log_softmax(dim=1) if asking else None
         logits = logits.float()
         constrained = self._process(logits, sequences)
+        errors = self._run_processors(logits, sequences)
         tokens = choose(logits, sequences)
         if constrained:
             _replace_banned(tokens, logits, constrained)
         chosen: list[int] = tokens.tolist()
-        if raw is None:
-            return [SampledToken(token_id, None) for token_id in chosen]
-        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True))
-        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
+        logprobs: dict[int, Logprobs] = {}
+        if raw is not None:
+            logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True))
+        tokens_of_rows = (SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen))
+        return [errors.get(row, token) for row, token in enumerate(tokens_of_rows)]
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: list[int], num_logprobs: int) -> list[Logprobs]:
@@ -100,6 +107,12 @@ class Sampler:
         if penalised:
             apply_penalties(logits, penalised)
         return constrained
+
+    def _run_processors(self, logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, Exception]:
+        """Runs the callers' own code, in place; what failed, by row. What must hold whatever a caller's code does (the
+        syntax of an output) has its place after it."""
+        states = ((row, sequence, self._state(sequence).processors) for row, sequence in enumerate(sequences))
+        return run_processors(logits, [(row, one, own) for row, one, own in states if own is not None])
 
 
 def _replace_banned(tokens: Ints, logits: torch.Tensor, constrained: list[ConstrainedRow]) -> None:
