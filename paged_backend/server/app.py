@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import fastapi
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 import paged_backend
 from paged_backend import OverloadedError
-from paged_backend.server import chat, completions, errors, tokens
+from paged_backend.server import chat, completions, embeddings, errors, tokens
 from paged_backend.server.errors import ApiError, JSONReply
 from paged_backend.server.metrics import CONTENT_TYPE
 from paged_backend.server.middleware import CountRequests, LimitBody, RequireKey
@@ -21,7 +21,10 @@ from paged_backend.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     GenerationBody,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
 )
 from paged_backend.server.replies import (
@@ -30,8 +33,11 @@ from paged_backend.server.replies import (
     ChatReply,
     CompletionReply,
     DetokenizeReply,
+    EmbeddingReply,
     ModelList,
     ModelReply,
+    RerankReply,
+    ScoreReply,
     StatusReply,
     TokenizeReply,
     VersionReply,
@@ -40,6 +46,7 @@ from paged_backend.server.serving import Serving
 from paged_backend.server.streaming import Event, EventStream, unless_disconnected
 
 B = TypeVar("B", bound=GenerationBody)
+T = TypeVar("T")
 
 
 def create_app(serving: Serving) -> FastAPI:
@@ -77,6 +84,20 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/chat/completions", response_class=JSONReply, response_model=ChatReply, responses=OR_EVENTS)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         return await _generated(serving, request, body, chat.answer, chat.stream_answer)
+
+    @app.post("/v1/embeddings", response_class=JSONReply, response_model=EmbeddingReply)
+    async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        return JSONReply(await _counted(serving, request, embeddings.embed(serving, body)))
+
+    @app.post("/v1/score", response_class=JSONReply, response_model=ScoreReply)
+    @app.post("/score", response_class=JSONReply, response_model=ScoreReply)
+    async def create_scores(body: ScoreRequest, request: Request) -> Response:
+        return JSONReply(await _counted(serving, request, embeddings.score(serving, body)))
+
+    @app.post("/v1/rerank", response_class=JSONReply, response_model=RerankReply)
+    @app.post("/rerank", response_class=JSONReply, response_model=RerankReply)
+    async def rerank(body: RerankRequest, request: Request) -> Response:
+        return JSONReply(await _counted(serving, request, embeddings.rerank(serving, body)))
 
     @app.post("/tokenize", response_class=JSONReply, response_model=TokenizeReply)
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -150,8 +171,13 @@ async def _generated(
             return EventStream(await stream(serving, body), stall_timeout=serving.settings.stall_timeout)
         return JSONReply(await whole(serving, body))
 
+    return await _counted(serving, request, work())
+
+
+async def _counted(serving: Serving, request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of work that ends with its client, and is counted if the queue has no room for it."""
     try:
-        return await unless_disconnected(request, work())
+        return await unless_disconnected(request, work)
     except OverloadedError:
         serving.metrics.rejected()
         raise

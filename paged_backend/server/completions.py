@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from paged_backend import LLM, CompletionOutput, RequestHandle, RequestOutput, RequestOutputKind
 from paged_backend.server.logprobs import CompletionLogprobs, Spelling, prompt_logprobs_reply
-from paged_backend.server.protocol import CompletionRequest
+from paged_backend.server.protocol import CompletionRequest, prompts_of
 from paged_backend.server.sampling import completion_sampling, request_options
 from paged_backend.server.serving import Serving
 from paged_backend.server.streaming import Event, merged, outputs_of, result_of
@@ -45,19 +45,12 @@ async def _submit(serving: Serving, body: CompletionRequest) -> tuple[list[Reque
     def prepare() -> tuple[list[RequestHandle], _Reply]:
         kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
         params = llm.get_default_sampling_params(**completion_sampling(body), output_kind=kind)
-        prompts = _prompts(body)
+        prompts = prompts_of(body.prompt)
         echoes = [_text(llm, prompt) for prompt in prompts] if body.echo else [""] * len(prompts)
         options = request_options(body, serving.settings.request_timeout)
         return llm.submit_all(prompts, params, **options), _Reply(llm, body, serving.model_name(body.model), echoes)
 
     return await serving.prepare(prepare)
-
-
-def _prompts(body: CompletionRequest) -> Sequence[str | list[int]]:
-    """`[1, 2]` is one prompt of two ids, `[[1, 2]]` and `["a"]` are lists of prompts."""
-    prompt: Any = body.prompt
-    is_list = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return prompt if is_list else [prompt]
 
 
 def _text(llm: LLM, prompt: str | list[int]) -> str:

@@ -5,6 +5,7 @@ A field that is not here is refused; null means the same as leaving a field out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,6 +20,12 @@ TokenIds = list[int]
 def refused(param: str, message: str) -> PydanticCustomError:
     """What a validator raises about a field that does not go with the others."""
     return PydanticCustomError("refused", "{message}", {"param": param, "message": f"{param} {message}"})
+
+
+def prompts_of(given: Any) -> Sequence[str | list[int]]:
+    """`"a"` and `[1, 2]` are one prompt, `["a", "b"]` and `[[1, 2]]` are lists of them."""
+    is_list = isinstance(given, list) and bool(given) and not isinstance(given[0], int)
+    return given if is_list else [given]
 
 
 class Body(BaseModel):
@@ -135,6 +142,49 @@ class ChatRequest(GenerationBody):
         if len(limits) > 1:
             raise refused("max_tokens", "and max_completion_tokens differ; give one")
         return self
+
+
+class EmbeddingRequest(Body):
+    model: str | None = None
+    input: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    user: str | None = None
+    """A label, which changes nothing."""
+
+
+class ScoreRequest(Body):
+    model: str | None = None
+    text_1: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    text_2: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> ScoreRequest:
+        if isinstance(self.text_1, list) and (
+            not isinstance(self.text_2, list) or len(self.text_1) != len(self.text_2)
+        ):
+            raise refused("text_2", "must be a list as long as text_1, if that is a list")
+        return self
+
+
+class RerankRequest(Body):
+    model: str | None = None
+    query: str
+    documents: Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = True
+    truncate_prompt_tokens: int | None = None
+    priority: int = 0
 
 
 class TokenizeRequest(Body):

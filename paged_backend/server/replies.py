@@ -78,6 +78,52 @@ class ChatReply(BaseModel):
     usage: UsageReply
 
 
+class InputUsageReply(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingItem(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingReply(BaseModel):
+    object: Literal["list"]
+    model: str
+    data: list[EmbeddingItem]
+    usage: InputUsageReply
+
+
+class ScoreItem(BaseModel):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreReply(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreItem]
+    usage: InputUsageReply
+
+
+class RerankItem(BaseModel):
+    index: int
+    document: dict[str, str] | None
+    relevance_score: float
+
+
+class RerankReply(BaseModel):
+    id: str
+    model: str
+    results: list[RerankItem]
+    usage: InputUsageReply
+
+
 class TokenizeReply(BaseModel):
     count: int
     max_model_len: int
