@@ -18,6 +18,7 @@ _MODULE_OF = {
     "LLM": "llm",
     "AsyncStream": "async_stream",
     "Backend": "backend",
+    "BeamSearchParams": "beam_search_params",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "EmbeddingOutput": "outputs",
@@ -42,12 +43,14 @@ _MODULE_OF = {
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
+    "StructuredOutputsParams": "structured_outputs",
 }
 
 __all__ = [
     "LLM",
     "AsyncStream",
     "Backend",
+    "BeamSearchParams",
     "CompletionOutput",
     "ConfigError",
     "EmbeddingOutput",
@@ -72,11 +75,13 @@ __all__ = [
     "RequestTimeoutError",
     "SamplingParams",
     "ScoreOutput",
+    "StructuredOutputsParams",
 ]
 
 if TYPE_CHECKING:
     from paged_backend.async_stream import AsyncStream
     from paged_backend.backend import Backend, EncoderBackend
+    from paged_backend.beam_search_params import BeamSearchParams
     from paged_backend.config import EngineConfig
     from paged_backend.engine.metrics import EngineStats
     from paged_backend.errors import (
@@ -103,6 +108,7 @@ if TYPE_CHECKING:
     )
     from paged_backend.pooling_params import EmbeddingSupport
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
+    from paged_backend.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:

@@ -142,6 +142,7 @@ class RequestHandle:
                     continue
                 _extend(news.setdefault(item.index, CompletionOutput(item.index)), item)
                 _extend(self._whole[item.index], item)
+            del self._whole[self._request.num_outputs :]
         if self.finished:
             self._abort.detach()
         return list(news.values())
@@ -179,7 +180,7 @@ class RequestHandle:
 def _extend(whole: CompletionOutput, news: CompletionOutput) -> None:
     whole.text += news.text
     whole.token_ids += news.token_ids
-    whole.cumulative_logprob = news.cumulative_logprob
+    whole.cumulative_logprob, whole.score = news.cumulative_logprob, news.score
     if news.logprobs is not None:
         if whole.logprobs is None:
             whole.logprobs = []

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from paged_backend.async_stream import AsyncStream, run_off_loop
 from paged_backend.backend import Backend, EncoderBackend, load_backend
+from paged_backend.beam_search_params import BeamSearchParams
 from paged_backend.chat.messages import Message
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
@@ -27,12 +28,13 @@ from paged_backend.engine.metrics import EngineStats
 from paged_backend.engine.outbox import Outbox
 from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.request import Request
-from paged_backend.engine.request_factory import Limits, RequestFactory
+from paged_backend.engine.request_factory import CompileGrammar, Limits, RequestFactory
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.errors import EngineDeadError
 from paged_backend.handle import RequestHandle
 from paged_backend.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoreOutput
 from paged_backend.request_builder import Prompt, RequestBuilder, Scoring
+from paged_backend.sampling.grammar import GrammarCompiler
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.scoring import score_of
 
@@ -142,7 +144,7 @@ class LLM:
         """`generate` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
         requests = await run_off_loop(
             lambda: self._builder.completions(prompts, sampling_params, final_only=True, **options),
-            is_long=_num_characters(prompts) > _MANY_CHARACTERS,
+            is_long=_takes_long(prompts, sampling_params),
         )
         return await self._arun(requests)
 
@@ -156,7 +158,7 @@ class LLM:
         async def submit() -> RequestHandle:
             requests = await run_off_loop(
                 lambda: self._builder.completions([prompt], sampling_params, **options),
-                is_long=_num_characters(prompt) > _MANY_CHARACTERS,
+                is_long=_takes_long(prompt, sampling_params),
             )
             return self._submit(requests)[0]
 
@@ -199,7 +201,7 @@ class LLM:
         """`chat` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
         requests = await run_off_loop(
             lambda: self._builder.chats(messages, sampling_params, final_only=True, **options),
-            is_long=_num_characters(messages) > _MANY_CHARACTERS,
+            is_long=_takes_long(messages, sampling_params),
         )
         return await self._arun(requests)
 
@@ -217,11 +219,38 @@ class LLM:
         async def submit() -> RequestHandle:
             requests = await run_off_loop(
                 lambda: self._builder.chats([messages], sampling_params, **options),
-                is_long=_num_characters(messages) > _MANY_CHARACTERS,
+                is_long=_takes_long(messages, sampling_params),
             )
             return self._submit(requests)[0]
 
         return AsyncStream(submit)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        use_tqdm: bool = True,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Search for the most likely completions of prompts; one output per prompt, in order.
+
+        Its `outputs` are those of transformers' `generate(num_beams=...)`, sorted by their `score`, best first. The
+        beams of a prompt share its blocks in the KV cache, and run in the same steps as all other requests.
+        """
+        return self._run(self._builder.beams(prompts, params, **options), use_tqdm)
+
+    async def abeam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """`beam_search` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
+        requests = await run_off_loop(
+            lambda: self._builder.beams(prompts, params, **options),
+            is_long=_num_characters(prompts) > _MANY_CHARACTERS,
+        )
+        return await self._arun(requests)
 
     def score(
         self, prompts: Prompt | Sequence[Prompt], continuations: Any, use_tqdm: bool = True, **options: Any
@@ -319,7 +348,12 @@ class LLM:
         facts = self._loop.start(lambda: _assemble(load(), config))
         self.model_name, self.max_model_len = facts.name, facts.limits.max_model_len
         encode_word = facts.tokenizer.encode_word if facts.tokenizer else None
-        factory = RequestFactory(facts.limits, encode_word=encode_word, seed=config.seed)
+        factory = RequestFactory(
+            facts.limits,
+            encode_word=encode_word,
+            compile_grammar=_grammar_compiler(facts.limits, facts.tokenizer),
+            seed=config.seed,
+        )
         self._builder = RequestBuilder(factory, facts.tokenizer, facts.default_sampling)
 
     @classmethod
@@ -394,6 +428,7 @@ def _assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[
         vocab_size=backend.runner.vocab_size,
         max_model_len=backend.max_model_len,
         num_slots=manager.num_slots,
+        block_size=manager.block_size,
         max_logprobs=config.max_logprobs,
         eos_token_ids=backend.eos_token_ids,
         embedding=backend.embedding,
@@ -443,6 +478,19 @@ def _embedding(request: Request, output: RequestOutput) -> EmbeddingRequestOutpu
         num_cached_tokens=output.num_cached_tokens,
         metrics=output.metrics,
     )
+
+
+def _grammar_compiler(limits: Limits, tokenizer: Tokenizer | None) -> CompileGrammar | None:
+    if tokenizer is None:
+        return None
+    return GrammarCompiler(tokenizer.backend, limits.vocab_size, limits.eos_token_ids).compile
+
+
+def _takes_long(prompts: Any, sampling_params: Any) -> bool:
+    """Whether making the requests would keep an event loop waiting."""
+    each = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params]
+    compiles = any(getattr(params, "structured_outputs", None) is not None for params in each)
+    return compiles or _num_characters(prompts) > _MANY_CHARACTERS
 
 
 def _num_characters(value: Any) -> int:

@@ -30,12 +30,15 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     cumulative_logprob: float | None = None
+    """The sum over its tokens, if `logprobs` were asked for; of beam search, after penalties."""
     logprobs: list[TokenLogprobs] | None = None
     """One entry per token of `token_ids`, if asked for."""
     finish_reason: str | None = None
     """`stop`, `length`, `abort` or `repetition`; None while it runs."""
     stop_reason: int | str | None = None
     """The stop string or stop token id that ended it; None for the model's own end token."""
+    score: float | None = None
+    """Of beam search, by which its outputs are sorted: `cumulative_logprob` / number of tokens ** length_penalty."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

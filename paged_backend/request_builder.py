@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from paged_backend.beam_search_params import BeamSearchParams
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.engine.request import Request
 from paged_backend.engine.request_factory import RequestFactory
@@ -99,6 +100,14 @@ class RequestBuilder:
         prompts = [_Prompt(text, self.tokenizer.encode_chat(text)) for text in texts]
         return self._requests(prompts, params, final_only, options)
 
+    def beams(self, prompts: Any, params: Any, **options: Any) -> list[Request]:
+        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        beams = [params] * len(prompts) if isinstance(params, BeamSearchParams) else params
+        if not isinstance(beams, Sequence) or not all(isinstance(item, BeamSearchParams) for item in beams):
+            raise InvalidRequestError(f"params={params!r} must be a BeamSearchParams, or a list with one per prompt")
+        sampling = _params_for(len(prompts), [item.sampling_params() for item in beams], self.default_sampling_params)
+        return self._requests([self._read(prompt) for prompt in prompts], sampling, True, options, beams=beams)
+
     def scores(self, prompts: Any, continuations: Any, **options: Any) -> Scoring:
         is_one = _is_one_prompt(prompts)
         prompts = [prompts] if is_one else list(prompts)
@@ -158,6 +167,7 @@ class RequestBuilder:
         final_only: bool,
         options: dict[str, Any],
         pooling: PoolingParams | None = None,
+        beams: Sequence[BeamSearchParams] | None = None,
     ) -> list[Request]:
         options = {name: value for name, value in options.items() if name not in _NOT_AVAILABLE_YET or value}
         for name in options:
@@ -185,6 +195,8 @@ class RequestBuilder:
             }
             for prompt, rank in zip(prompts, priorities, strict=True)
         ]
+        for extras, of_beams in zip(each, beams or (), strict=False):
+            extras["beam_params"] = of_beams
         calls = list(zip(prompts, params, each, strict=True))
         for index, (prompt, one, extras) in enumerate(calls):
             try:
@@ -224,6 +236,10 @@ def _content(prompt: Any) -> tuple[Any, str | None]:
 def _params_for(num_prompts: int, params: Any, default: Callable[[], SamplingParams]) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or default()] * num_prompts
+    if isinstance(params, BeamSearchParams):
+        raise InvalidRequestError(
+            "a BeamSearchParams is for beam_search(), which gives its outputs at the end, not in a stream"
+        )
     if not isinstance(params, Sequence):
         raise InvalidRequestError(f"sampling_params={params!r} must be a SamplingParams, or a list with one per prompt")
     if len(params) != num_prompts:

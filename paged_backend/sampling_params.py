@@ -11,6 +11,7 @@ from typing import Any
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import Checker, rejects_unknown_arguments
 from paged_backend.logits_processors import LogitsProcessor, convention_of
+from paged_backend.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16384
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -53,9 +54,10 @@ class RepetitionDetection:
 class SamplingParams:
     """How tokens are chosen and when generation stops; frozen, and checked once, here.
 
-    Names, defaults and ranges follow vLLM. The order of operations on the logits is: allowed ids, bad words,
-    `min_tokens` and `logit_bias`, penalties (repetition, frequency, presence), `logits_processors`, temperature,
-    `min_p`, `top_k`, `top_p`, draw. Raises `InvalidRequestError` that names the field, its value and its limit.
+    Names, defaults and ranges follow vLLM. The order of operations on the logits is: `structured_outputs`, allowed
+    ids, bad words, `min_tokens` and `logit_bias`, penalties (repetition, frequency, presence), `logits_processors`,
+    temperature, `min_p`, `top_k`, `top_p`, draw. Raises `InvalidRequestError` that names the field, its value and its
+    limit.
     """
 
     n: int = 1
@@ -91,7 +93,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Log-probabilities of the chosen token and this many best ones, before penalties and temperature; -1: all."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens. Reading the prefix cache is skipped, since cached tokens have no logits."""
+    """The same for the prompt's tokens. Reading the prefix cache is skipped, since cached tokens have no logits; see
+    `LLM.score` for the end of a prompt alone."""
     logprob_token_ids: Sequence[int] | None = None
     """Up to 128 ids whose log-probabilities are added to `logprobs`."""
     bad_words: Sequence[str] | None = None
@@ -120,8 +123,9 @@ class SamplingParams:
     """None: the whole at the end from `generate`, deltas from `stream`."""
     stream_interval: int = 1
     """Tokens per streamed output, at least 1."""
-    structured_outputs: None = None
-    """Not available yet."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the output must match: a JSON schema, a regular expression, choices or a grammar. It wins over all else:
+    where the other fields leave nothing that it allows, the most likely token that it allows is taken."""
     thinking_token_budget: None = None
     """Not available yet."""
     extra_args: Mapping[str, Any] | None = None
@@ -156,6 +160,8 @@ class SamplingParams:
                 self._set(name, _as_tuple(name, getattr(self, name)))
         if self.logit_bias is not None:
             self._set("logit_bias", _normalised_bias(self.logit_bias))
+        if isinstance(self.structured_outputs, Mapping):
+            self._set("structured_outputs", StructuredOutputsParams(**self.structured_outputs))
         if self.seed == -1:
             self._set("seed", None)
         if self.top_k is None or (self.top_k == -1 and isinstance(self.top_k, int)):
@@ -204,9 +210,10 @@ class SamplingParams:
             check.fail("logits_processors", "a list of callables that take (token_ids, logits), see its documentation")
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             check.fail("output_kind", "a RequestOutputKind or None")
-        for name in ("structured_outputs", "thinking_token_budget"):
-            if getattr(self, name) is not None:
-                check.fail(name, "None, since it is not available yet")
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
+            check.fail("structured_outputs", "a StructuredOutputsParams or None")
+        if self.thinking_token_budget is not None:
+            check.fail("thinking_token_budget", "None, since it is not available yet")
         if self.repetition_detection is not None and not isinstance(self.repetition_detection, RepetitionDetection):
             check.fail("repetition_detection", "a RepetitionDetection or None")
 

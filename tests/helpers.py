@@ -23,6 +23,7 @@ VOCAB_SIZE = 1000
 WAIT_SECONDS = 20.0
 REQUEST_OPTIONS = (
     *("eos_token_ids", "priority", "cache_salt", "deadline", "final_only", "pooling", "prompt_logprobs_start"),
+    "beam_params",
 )
 
 _request_numbers = itertools.count()
@@ -84,6 +85,7 @@ class FakeRunner:
 class FakeToken(NamedTuple):
     token_id: int
     logprobs: RawLogprobs | None
+    is_complete: bool = False
 
 
 class FakeSampler:
@@ -99,6 +101,11 @@ class FakeSampler:
     def prompt_logprobs(self, logits: list[list[int]], token_ids: list[int], num_logprobs: int) -> list[RawLogprobs]:
         return [{token_id: logprob_of(context, token_id)} for context, token_id in zip(logits, token_ids, strict=True)]
 
+    def candidates(
+        self, logits: list[list[int]], sequences: list[engine_request.Sequence], nums: list[int]
+    ) -> list[list[tuple[int, float]]]:
+        return [best_of(context)[:num] for context, num in zip(logits, nums, strict=True)]
+
     def _sample(self, context: list[int], sequence: engine_request.Sequence) -> FakeToken:
         params = sequence.request.params
         forced = (params.extra_args or {}).get("forced")
@@ -113,6 +120,12 @@ class FakeSampler:
 def logprob_of(context: Sequence[int], token_id: int) -> tuple[float, int]:
     """The fake model's log-probability and rank of a token after a context."""
     return -(hash((token_id, *context)) % 1000) / 100, 1
+
+
+def best_of(context: Sequence[int]) -> list[tuple[int, float]]:
+    """The fake model's tokens 0 to 9 with their log-probabilities after a context, best first."""
+    of_token = {token_id: logprob_of(context, token_id)[0] for token_id in range(10)}
+    return sorted(of_token.items(), key=lambda item: -item[1])
 
 
 def make_request(prompt: Iterable[int] = range(1, 6), request_id: str | None = None, **options: Any) -> Request:
@@ -278,6 +291,7 @@ def joined(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
         logprobs=logprobs if pieces and pieces[0].logprobs is not None else None,
         finish_reason=pieces[-1].finish_reason if pieces else None,
         stop_reason=pieces[-1].stop_reason if pieces else None,
+        score=pieces[-1].score if pieces else None,
     )
 
 

@@ -65,6 +65,9 @@ class EchoModel:
     def prompt_logprobs(self, logits: Any, token_ids: list[int], num_logprobs: int) -> list[Any]:
         raise NotImplementedError
 
+    def candidates(self, logits: Any, sequences: list[Any], nums: list[int]) -> list[Any]:
+        raise NotImplementedError
+
     def _next(self, sequence: Any) -> SampledToken:
         request = sequence.request
         question = request.prompt.rpartition("user\n")[2].partition("<|im_end|>")[0]

@@ -39,7 +39,10 @@ class Rule:
 # What every part of paged_backend may know: settings, results, errors.
 SHARED = tuple(
     f"paged_backend.{name}"
-    for name in ("config", "errors", "fields", "logits_processors", "outputs", "pooling_params", "sampling_params")
+    for name in (
+        *("beam_search_params", "config", "errors", "fields", "logits_processors", "outputs", "pooling_params"),
+        *("sampling_params", "structured_outputs"),
+    )
 )
 # What a step's executors are handed.
 STEP = ("paged_backend.engine.request", "paged_backend.engine.scheduler")

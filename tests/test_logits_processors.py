@@ -207,7 +207,7 @@ def test_an_exception_fails_its_request_alone_and_keeps_its_cause(model: PreTrai
             llm.submit(prompt, params)
             for prompt, params in zip(PROMPTS, (greedy(), greedy(fail, n=2), greedy()), strict=True)
         )
-        with pytest.raises(EngineError, match="logits processor failed with Failure: on purpose") as caught:
+        with pytest.raises(EngineError, match="could not be chosen: Failure: on purpose") as caught:
             broken.result(20)
         assert isinstance(caught.value.__cause__, Failure)
         results = [handle.result(20).outputs[0].token_ids for handle in (before, after)]

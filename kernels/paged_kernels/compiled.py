@@ -1,7 +1,7 @@
 """What all CPU kernels share: how they are compiled, how many threads they use, how tensors reach them.
 
 Numba's disk cache does not notice a change of an imported module: after one here, in plan.py or in vector.py, touch
-cpu.py, fused.py and gemm.py.
+cpu.py, fused.py, gemm.py and masks.py.
 """
 
 import math

@@ -192,3 +192,17 @@ def silu_and_mul(gate_up: Tensor, *, activation: str = "silu") -> Tensor:
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (_ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+
+
+def mask_logits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
+    """Make the logits of what is not allowed minus infinity, in place.
+
+    Args:
+        logits: [S, V] float32
+        rows: [R] int64, the rows to change, each once.
+        bitmask: [R, W] int32 with 32 * W >= V: token t of a row is allowed if bit t % 32 of number t // 32 is set.
+    """
+    bits = bitmask.to(logits.device)[:, :, None] >> torch.arange(32, device=logits.device)
+    banned = (bits & 1 == 0).flatten(1)[:, : logits.shape[1]]
+    rows = rows.to(logits.device)
+    logits[rows] = logits[rows].masked_fill(banned, -torch.inf)

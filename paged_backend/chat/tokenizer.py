@@ -37,6 +37,11 @@ class Tokenizer:
         """The one it was made of."""
         return self._tokenizer
 
+    @property
+    def backend(self) -> Any:
+        """The `tokenizers.Tokenizer` below it, or None if it has none."""
+        return getattr(self._tokenizer, "backend_tokenizer", None)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(text, str):
             raise InvalidRequestError(f"a prompt of type {type(text).__name__} must be text or a list of token ids")
@@ -115,7 +120,7 @@ class Tokenizer:
 
     def decoder(self) -> TextDecoder:
         """The ways to decode, without the tokenizer's own overhead where it has a fast backend."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        backend = self.backend
         if backend is None:
             with_special = functools.partial(self.decode, skip_special_tokens=False)
             unspaced = functools.partial(with_special, spaces_between_special_tokens=False)

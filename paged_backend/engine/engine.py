@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
+from paged_backend.engine.beam_search import Candidate
+from paged_backend.engine.beams import conclude, move_on
 from paged_backend.engine.metrics import EngineMetrics, EngineStats
 from paged_backend.engine.output_processor import OutputProcessor, RawLogprobs, SampledToken
 from paged_backend.engine.request import FinishReason, Request, Sequence, Status
@@ -34,6 +36,10 @@ class Sampler(Protocol):
 
     def sample(self, logits: Any, sequences: list[Sequence]) -> Iterable[SampledToken | Exception]:
         """The next token of each sequence, or what ends its request; logits has one row for each."""
+        ...
+
+    def candidates(self, logits: Any, sequences: list[Sequence], nums: list[int]) -> list[list[Candidate]]:
+        """The `nums[i]` best next tokens of sequence *i*, best first, without those that must not come."""
         ...
 
     def prompt_logprobs(self, logits: Any, token_ids: list[int], num_logprobs: int) -> list[RawLogprobs]:
@@ -82,6 +88,9 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return []
+        if request.beam_search is not None:
+            conclude(request, self._scheduler, FinishReason.ABORT)
+            return self._emit(request.sequences)
         alive = [sequence for sequence in request.sequences if sequence.status is not Status.FINISHED]
         self._scheduler.finish_all(alive, FinishReason.ABORT)
         return self._emit(alive)
@@ -97,13 +106,17 @@ class Engine:
         try:
             logits = self._runner.execute(scheduled)
             self._collect_prompt_logprobs(scheduled, logits)
-            sampled = self._scheduler.advance(scheduled)
+            advanced = self._scheduler.advance(scheduled)
+            sampled = [item for item in advanced if item.sequence.request.beam_search is None]
+            beams = [item for item in advanced if item.sequence.request.beam_search is not None]
             tokens = self._sample(logits, sampled)
+            self._name_candidates(logits, beams)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(scheduled.scheduled))
             return outputs + self._fail_step(scheduled, error)
         outputs += self._update(scheduled, sampled, tokens)
-        self._metrics.step(scheduled, len(sampled), time.monotonic() - start, self._scheduler)
+        outputs += self._move_beams(beams)
+        self._metrics.step(scheduled, len(advanced), time.monotonic() - start, self._scheduler)
         return outputs
 
     def fail_all(self, error: Exception) -> list[EngineOutput]:
@@ -128,6 +141,26 @@ class Engine:
             return []
         rows = self._runner.rows(logits, [row for _, row in sampled])
         return list(self._sampler.sample(rows, [sequence for sequence, _ in sampled]))
+
+    def _name_candidates(self, logits: Any, beams: list[SampledSequence]) -> None:
+        if not beams:
+            return
+        rows = self._runner.rows(logits, [row for _, row in beams])
+        searches = [sequence.request.beam_search for sequence, _ in beams]
+        nums = [search.num_candidates for search in searches if search is not None]
+        named = self._sampler.candidates(rows, [sequence for sequence, _ in beams], nums)
+        for (sequence, _), candidates in zip(beams, named, strict=True):
+            sequence.candidates = candidates
+
+    def _move_beams(self, beams: list[SampledSequence]) -> list[EngineOutput]:
+        now = time.monotonic()
+        outputs: list[EngineOutput] = []
+        for request in {sequence.request.request_id: sequence.request for sequence, _ in beams}.values():
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
+            if move_on(request, self._scheduler):
+                outputs += self._emit(request.sequences)
+        return outputs
 
     def _collect_prompt_logprobs(self, scheduled: SchedulerOutput, logits: Any) -> None:
         """Each computed prompt token predicts the next one; called before the scheduler counts them as computed."""
@@ -154,11 +187,11 @@ class Engine:
             if sequence.status is Status.FINISHED:
                 continue  # it failed a moment ago, with another sample of the same request
             if isinstance(token, Exception):
-                outputs += self._fail_processor(sequence, token)
+                outputs += self._fail_choice(sequence, token)
                 continue
             if sequence.request.metrics.first_token_time is None:
                 sequence.request.metrics.first_token_time = now
-            self._scheduler.update(sequence, token.token_id)
+            self._scheduler.update(sequence, token.token_id, is_complete=token.is_complete)
             outputs += self._write(sequence, token)
         for sequence, _, _ in scheduled.scheduled:
             if sequence.request.max_tokens == 0 and sequence.status is Status.FINISHED:
@@ -177,6 +210,7 @@ class Engine:
         return self._emit([sequence])
 
     def _emit(self, sequences: list[Sequence]) -> list[EngineOutput]:
+        """The news of sequences of one request."""
         outputs: list[EngineOutput] = []
         for sequence in sequences:
             try:
@@ -185,6 +219,7 @@ class Engine:
                 return outputs + self._fail_text(sequence, error)
             if news is not None:
                 outputs.append(EngineOutput(sequence.request, news))
+        for sequence in sequences[:1]:
             self._forget_if_finished(sequence.request)
         return outputs
 
@@ -193,10 +228,11 @@ class Engine:
         logger.error("the tokens of request %s could not be written as text", request.request_id, exc_info=error)
         return self._fail(request, engine_error("the output could not be decoded:", error))
 
-    def _fail_processor(self, sequence: Sequence, error: Exception) -> list[EngineOutput]:
+    def _fail_choice(self, sequence: Sequence, error: Exception) -> list[EngineOutput]:
+        """A logits processor raised, or the output cannot go on within its grammar."""
         request = sequence.request
-        logger.error("a logits processor of request %s failed", request.request_id, exc_info=error)
-        return self._fail(request, engine_error("a logits processor failed with", error))
+        logger.error("the next token of request %s could not be chosen", request.request_id, exc_info=error)
+        return self._fail(request, engine_error("the next token could not be chosen:", error))
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineOutput]:
         self._scheduler.kv_cache_manager.unpublish_step()

@@ -20,6 +20,8 @@ class SampledToken(Protocol):
     def token_id(self) -> int: ...
     @property
     def logprobs(self) -> RawLogprobs | None: ...
+    @property
+    def is_complete(self) -> bool: ...
 
 
 class TextDecoder(NamedTuple):
@@ -76,14 +78,16 @@ class OutputProcessor:
             return None
         output.num_sent += len(token_ids)
         logprobs, output.logprobs = output.logprobs, []
+        cumulative_logprob = None if params.logprobs is None else output.cumulative_logprob
         return CompletionOutput(
             index=sequence.index,
             text=text,
             token_ids=token_ids,
-            cumulative_logprob=None if params.logprobs is None else output.cumulative_logprob,
+            cumulative_logprob=sequence.hypothesis.logprob if sequence.hypothesis else cumulative_logprob,
             logprobs=None if params.logprobs is None else logprobs,
             finish_reason=sequence.finish_reason and sequence.finish_reason.value,
             stop_reason=sequence.stop_reason,
+            score=sequence.hypothesis.score if sequence.hypothesis else None,
         )
 
     def named(self, logprobs: RawLogprobs) -> TokenLogprobs:

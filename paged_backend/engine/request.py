@@ -7,6 +7,8 @@ import enum
 import time
 from typing import Any
 
+from paged_backend.beam_search_params import BeamSearchParams
+from paged_backend.engine.beam_search import BeamSearch, Candidate, Hypothesis
 from paged_backend.outputs import RequestMetrics, TokenLogprobs
 from paged_backend.pooling_params import PoolingParams
 from paged_backend.sampling_params import SamplingParams
@@ -45,6 +47,8 @@ class Request:
     prompt: str | None = None
     eos_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    grammar: Any = None
+    """What `params.structured_outputs` was compiled to; the sampler's."""
     priority: int = 0
     """Lower is served first."""
     cache_salt: str | None = None
@@ -53,6 +57,9 @@ class Request:
     """In seconds of `time.monotonic()`."""
     final_only: bool = False
     """Nobody looks at the output before its end, so there is no need to write it out step by step."""
+    beam_params: BeamSearchParams | None = None
+    """Search beams; `params` then says what it says about each of them."""
+    beam_search: BeamSearch | None = None
     prompt_logprobs_start: int = 1
     """The first prompt position whose log-probabilities are wanted, if any are."""
     pooling: PoolingParams | None = None
@@ -61,9 +68,16 @@ class Request:
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.monotonic()))
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    """Its samples; of a beam search, its live beams, best first, and in the end its best outputs."""
 
     def __post_init__(self) -> None:
-        self.sequences = [Sequence(self, index) for index in range(self.params.n)]
+        num_sequences = self.params.n
+        if self.beam_params is not None:
+            num_sequences = 1
+            self.beam_search = BeamSearch(
+                self.beam_params, max_tokens=self.max_tokens, end_token_ids=self.end_token_ids
+            )
+        self.sequences = [Sequence(self, index) for index in range(num_sequences)]
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * self.prompt_logprobs_start
 
@@ -75,8 +89,15 @@ class Request:
     @property
     def end_token_ids(self) -> frozenset[int]:
         """All ids that end a sequence: the model's own, unless ignored, and the user's."""
-        own = frozenset[int]() if self.params.ignore_eos else self.eos_token_ids
+        ignores_own = self.params.ignore_eos and self.grammar is None  # a complete output ends with its grammar
+        own = frozenset[int]() if ignores_own else self.eos_token_ids
         return own.union(self.stop_token_ids)
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs its reader gets: `n`, but for beam searches that end with fewer."""
+        sequences = self.sequences
+        return len(sequences) if sequences[0].hypothesis is not None else self.params.n
 
     @property
     def is_finished(self) -> bool:
@@ -98,7 +119,7 @@ class Request:
 
 
 class Sequence:
-    """One sample of a request: its tokens, and how far their keys and values are computed.
+    """One sample or beam of a request: its tokens, and how far their keys and values are computed.
 
     `block_table` has a slot for each of the first `num_computed_tokens` tokens; the rest is still to be computed.
     Only the first sequence of a request computes the prompt; the others fork from it and hold nothing until then.
@@ -106,7 +127,9 @@ class Sequence:
 
     __slots__ = (
         "block_table",
+        "candidates",
         "finish_reason",
+        "hypothesis",
         "index",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -143,6 +166,11 @@ class Sequence:
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self.candidates: list[Candidate] | None = None
+        """A beam's best next tokens. While it has them it is parked: it waits for its siblings to get theirs, with
+        nothing to compute."""
+        self.hypothesis: Hypothesis | None = None
+        """What beam search found this finished output to be."""
         self.output: Any = None
         """The output processor's: the text so far."""
         self.pooling_state: Any = None
@@ -157,6 +185,14 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def is_parked(self) -> bool:
+        return self.candidates is not None
 
     @property
     def is_unforked(self) -> bool:

@@ -8,14 +8,18 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any
 
+from paged_backend.beam_search_params import BeamSearchParams
 from paged_backend.engine.request import Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import is_finite
 from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
 from paged_backend.sampling_params import SamplingParams
+from paged_backend.structured_outputs import StructuredOutputsParams
 
 EncodeWord = Callable[[str], tuple[tuple[int, ...], ...]]
+CompileGrammar = Callable[[StructuredOutputsParams], Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,8 @@ class Limits:
     max_model_len: int
     num_slots: int
     """Tokens the whole KV cache holds."""
+    block_size: int = 1
+    """Tokens per block."""
     max_logprobs: int
     eos_token_ids: frozenset[int]
     embedding: EmbeddingSupport | None = None
@@ -42,9 +48,17 @@ class Limits:
 class RequestFactory:
     """Makes requests in the callers' threads. What it has made can be served: nothing checks again."""
 
-    def __init__(self, limits: Limits, *, encode_word: EncodeWord | None, seed: int | None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        encode_word: EncodeWord | None,
+        compile_grammar: CompileGrammar | None,
+        seed: int | None,
+    ) -> None:
         self._limits = limits
         self._encode_word = encode_word
+        self._compile_grammar = compile_grammar
         self._seeds = random.Random(seed)
         self._lock = threading.Lock()
 
@@ -74,13 +88,17 @@ class RequestFactory:
         cache_salt: str | None = None,
         timeout: float | None = None,
         pooling: PoolingParams | None = None,
+        beam_params: BeamSearchParams | None = None,
     ) -> None:
         """Raises InvalidRequestError for what can never be served."""
         if pooling is None:
             self.check_generates()
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
-        self._max_tokens(len(prompt_token_ids), params)
+        max_tokens = self._max_tokens(len(prompt_token_ids), params)
+        if beam_params is not None:
+            self._check_beams(len(prompt_token_ids), max_tokens, beam_params.beam_width)
+        self._grammar(params)
         _check_extras(request_id, priority, cache_salt, timeout)
 
     def make(
@@ -93,6 +111,7 @@ class RequestFactory:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        beam_params: BeamSearchParams | None = None,
         prompt_logprobs_start: int = 1,
         pooling: PoolingParams | None = None,
         final_only: bool = False,
@@ -107,8 +126,10 @@ class RequestFactory:
             prompt=prompt,
             eos_token_ids=self._limits.eos_token_ids,
             bad_words_token_ids=self._bad_words(params),
+            grammar=self._grammar(params),
             priority=priority,
             cache_salt=cache_salt,
+            beam_params=beam_params,
             prompt_logprobs_start=prompt_logprobs_start,
             final_only=final_only,
             pooling=pooling,
@@ -149,6 +170,19 @@ class RequestFactory:
         num_left = limits.max_len - num_prompt_tokens
         return num_left if params.max_tokens is None else min(params.max_tokens, num_left)
 
+    def _check_beams(self, num_prompt_tokens: int, max_tokens: int, beam_width: int) -> None:
+        """Refuses beams that do not fit in the cache together; the full blocks of their prompt are shared."""
+        limits = self._limits
+        num_shared = num_prompt_tokens // limits.block_size * limits.block_size
+        num_blocks_each = -(-(num_prompt_tokens + max_tokens - num_shared) // limits.block_size)
+        num_needed = num_shared + beam_width * num_blocks_each * limits.block_size
+        if num_needed > limits.num_slots:
+            raise InvalidRequestError(
+                f"beam_width={beam_width} beams of {num_prompt_tokens} prompt tokens, which they share, and up to "
+                f"{max_tokens} new ones each need room for {num_needed} tokens, but the KV cache holds "
+                f"{limits.num_slots}; lower beam_width or max_tokens, or raise kv_cache_memory"
+            )
+
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(f"sampling_params={params!r} must be a SamplingParams")
@@ -175,6 +209,14 @@ class RequestFactory:
             return ()
         assert self._encode_word is not None
         return tuple(spelling for word in params.bad_words for spelling in self._encode_word(word) if spelling)
+
+    def _grammar(self, params: SamplingParams) -> Any:
+        """Compiled here, in the caller's thread; the compiler keeps it for the next time."""
+        if params.structured_outputs is None:
+            return None
+        if self._compile_grammar is None:
+            raise InvalidRequestError("structured_outputs needs a tokenizer, and this engine has none")
+        return self._compile_grammar(params.structured_outputs)
 
 
 def _check_extras(request_id: object, priority: object, cache_salt: object, timeout: object) -> None:

@@ -51,6 +51,9 @@ class Scheduler:
     priority is preempted: it gives its blocks back, keeps its tokens and waits to compute them again. The oldest one
     of the highest priority always goes on.
 
+    Parked beams compute nothing. They keep their blocks for the beams that will fork from them, unless the room is
+    needed; those that had to make room are in neither list until `resume`.
+
     Both lists are sorted by priority, then arrival.
     """
 
@@ -88,6 +91,10 @@ class Scheduler:
         num_preempted = self._schedule_running(output)
         if not num_preempted:
             self._schedule_waiting(output)
+        while not output.scheduled and self.running:
+            # All who run are parked, and the first one who waits has no room beside them.
+            self._preempt(self.running.pop())
+            self._schedule_waiting(output)
         return output
 
     def _schedule_running(self, output: SchedulerOutput) -> int:
@@ -95,6 +102,9 @@ class Scheduler:
         num_preempted = index = 0
         while index < len(self.running) and output.num_tokens < self.max_num_batched_tokens:
             sequence = self.running[index]
+            if sequence.is_parked:
+                index += 1
+                continue
             num_tokens = min(
                 sequence.num_tokens - sequence.num_computed_tokens, self.max_num_batched_tokens - output.num_tokens
             )
@@ -141,7 +151,15 @@ class Scheduler:
 
     def _wait_again(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
-        bisect.insort(self.waiting, sequence, key=_order)
+        if not sequence.is_parked:
+            bisect.insort(self.waiting, sequence, key=_order)
+
+    def resume(self, sequence: Sequence) -> None:
+        """A beam that was parked has a token to compute."""
+        if sequence.is_parked:
+            sequence.candidates = None
+            if sequence.status is Status.WAITING:
+                self._wait_again(sequence)
 
     def advance(self, output: SchedulerOutput) -> list[SampledSequence]:
         """The step is computed: returns who samples a token, and from which row of its logits.
@@ -158,27 +176,29 @@ class Scheduler:
             if sequence.request.max_tokens == 0:
                 self.finish_all(sequence.request.sequences, FinishReason.LENGTH)
             elif sequence.is_unforked:
-                self._fork(sequence)
+                for sibling in sequence.request.sequences[1:]:
+                    self.fork(sequence, sibling)
                 sampled += [SampledSequence(sibling, row) for sibling in sequence.request.sequences]
             else:
                 sampled.append(SampledSequence(sequence, row))
         return sampled
 
-    def _fork(self, parent: Sequence) -> None:
-        for child in parent.request.sequences[1:]:
-            child.token_ids = list(parent.token_ids)
-            child.num_cached_tokens = parent.num_cached_tokens
-            if len(self.running) < self.max_num_seqs:
-                self.kv_cache_manager.fork(parent, child)
-                child.status = Status.RUNNING
-                bisect.insort(self.running, child, key=_order)
-            else:
-                self._wait_again(child)
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child goes on from the parent's tokens: beside it, in the same blocks, or else as one that waits."""
+        child.token_ids = list(parent.token_ids)
+        child.num_cached_tokens = parent.num_cached_tokens
+        child.order = (*parent.order[:2], child.index)
+        if parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
+            self.kv_cache_manager.fork(parent, child)
+            child.status = Status.RUNNING
+            bisect.insort(self.running, child, key=_order)
+        else:
+            self._wait_again(child)
 
-    def update(self, sequence: Sequence, token_id: int) -> None:
-        """Append a sampled token, and finish the sequence if it was its last."""
+    def update(self, sequence: Sequence, token_id: int, *, is_complete: bool = False) -> None:
+        """Append a sampled token, and finish the sequence if it was its last, or if nothing may follow."""
         sequence.token_ids.append(token_id)
-        reason, stop_reason = stop_after(sequence, self.max_len)
+        reason, stop_reason = stop_after(sequence, self.max_len, is_complete=is_complete)
         if reason is not None:
             self.finish(sequence, reason, stop_reason)
 
@@ -188,7 +208,7 @@ class Scheduler:
             return
         queue = self.running if sequence.status is Status.RUNNING else self.waiting
         index = bisect.bisect_left(queue, sequence.order, key=_order)
-        if index < len(queue) and queue[index] is sequence:  # samples that have not forked yet are in neither
+        if index < len(queue) and queue[index] is sequence:  # unforked samples and some parked beams are in neither
             del queue[index]
         self.kv_cache_manager.free(sequence)
         sequence.status = Status.FINISHED

@@ -8,8 +8,11 @@ from paged_backend.sampling_params import RepetitionDetection
 StopVerdict = tuple[FinishReason | None, int | None]
 
 
-def stop_after(sequence: Sequence, max_len: int) -> StopVerdict:
-    """Whether the newest token was the last one, and the stop token id if the user named it."""
+def stop_after(sequence: Sequence, max_len: int, *, is_complete: bool = False) -> StopVerdict:
+    """Whether the newest token was the last one, and the stop token id if the user named it.
+
+    `is_complete` says that the sequence's grammar allows no other token, however few there are.
+    """
     request, params = sequence.request, sequence.request.params
     token_id, num_output_tokens = sequence.token_ids[-1], sequence.num_output_tokens
     if num_output_tokens > params.min_tokens:
@@ -18,8 +21,10 @@ def stop_after(sequence: Sequence, max_len: int) -> StopVerdict:
         if not params.ignore_eos and token_id in request.eos_token_ids:
             return FinishReason.STOP, None
         detection = params.repetition_detection
-        if detection is not None and repeats_itself(_tail(sequence, detection), detection):
+        if not is_complete and detection is not None and repeats_itself(_tail(sequence, detection), detection):
             return FinishReason.REPETITION, None
+    if is_complete:
+        return FinishReason.STOP, None
     if num_output_tokens >= request.max_tokens or sequence.num_tokens >= max_len:
         return FinishReason.LENGTH, None
     return None, None

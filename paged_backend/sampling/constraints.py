@@ -32,10 +32,10 @@ class Constraints:
         self.biased = _in_vocabulary([i for i, value in bias.items() if value > _BANNED_BELOW], vocab_size)
         self.biases = np.array([_effective_bias(bias[i]) for i in self.biased.tolist()], np.float32)
         words = request.bad_words_token_ids
-        self._banned = _in_vocabulary(
-            [word[0] for word in words if len(word) == 1] + [i for i, value in bias.items() if value <= _BANNED_BELOW],
-            vocab_size,
-        )
+        banned = [word[0] for word in words if len(word) == 1] + [i for i, b in bias.items() if b <= _BANNED_BELOW]
+        if request.grammar is not None and params.ignore_eos:
+            banned += request.eos_token_ids  # the one way to end that a grammar offers as long as it may go on
+        self._banned = _in_vocabulary(banned, vocab_size)
         ends = request.end_token_ids | request.eos_token_ids if params.min_tokens else ()
         self._banned_early = np.concatenate([self._banned, _in_vocabulary(ends, vocab_size)])
         self._words_by_tail: dict[int, list[tuple[int, ...]]] = {}
@@ -64,11 +64,12 @@ class Constraints:
 
 
 class ConstrainedRow(NamedTuple):
-    """A row of the logits, its constraints, and the ids banned from it in this step."""
+    """A row of the logits, its constraints, the ids banned from it in this step, and the one to take if all are."""
 
     row: int
     constraints: Constraints
     banned: Ids
+    fallback: int
 
 
 def apply_constraints(logits: torch.Tensor, constrained: Sequence[ConstrainedRow]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from paged_backend.engine.request import Sequence
-from paged_backend.sampling.candidates import take_rows
+from paged_backend.sampling.candidates import largest, take_rows
 from paged_backend.sampling.choice import choose
 from paged_backend.sampling.constraints import ConstrainedRow, Constraints, apply_constraints
 from paged_backend.sampling.draw import Ints
+from paged_backend.sampling.grammar import GrammarMatcher
+from paged_backend.sampling.grammar_rows import GrammarRows, Verdict
 from paged_backend.sampling.logprobs import Logprobs, token_logprobs
 from paged_backend.sampling.penalties import PenalisedRow, TokenCounts, apply_penalties, has_penalties
 from paged_backend.sampling.processors import Processors, run_processors
@@ -19,10 +22,15 @@ _PROMPT_ROWS = 64
 """Rows of prompt logits turned into log-probabilities at a time, to bound the memory it takes."""
 
 
+_FREE = Verdict()
+
+
 class SampledToken(NamedTuple):
     token_id: int
     logprobs: Logprobs | None
     """Of the raw logits; None if not asked for."""
+    is_complete: bool = False
+    """With this token the output is all that its grammar allows."""
 
 
 class _SamplingState:
@@ -31,6 +39,8 @@ class _SamplingState:
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         params = sequence.request.params
         self.constraints = Constraints(sequence.request, vocab_size)
+        grammar = sequence.request.grammar
+        self.matcher: GrammarMatcher | None = None if grammar is None else grammar.matcher()
         self.counts: TokenCounts | None = None
         if has_penalties(params):
             self.counts = TokenCounts(vocab_size, include_prompt=params.repetition_penalty != 1.0)
@@ -42,10 +52,11 @@ class Sampler:
 
     A token is a function of the sequence's parameters, tokens and seed and of its row of logits alone: nothing that
     the other rows of the batch are or ask for changes it, in any bit. Order of operations: raw log-probabilities,
-    float32, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, the caller's logits processors,
-    temperature, `min_p`, `top_k`, `top_p`, draw.
+    float32, grammar, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, the caller's logits processors,
+    temperature, `min_p`, `top_k`, `top_p`, draw. A grammar holds whatever the caller's processors do.
 
-    Where these ban every token of a row, the lowest of its `allowed_token_ids` is taken, or else token 0.
+    Where these ban every token of a row, the most likely one that its grammar allows is taken; without a grammar, the
+    lowest of its `allowed_token_ids`, or else token 0.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -55,7 +66,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken | Exception]:
         """Row *i* of `logits` [S, V], of any float type and device, belongs to `sequences[i]`; may change `logits`.
 
-        What a sequence's own logits processors raise comes in place of its token.
+        What a sequence's own logits processors raise, and a grammar that it cannot follow, come in place of its token.
         """
         assert logits.shape == (len(sequences), self._vocab_size)
         if not sequences:
@@ -63,17 +74,40 @@ class Sampler:
         asking = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
         raw = take_rows(logits, asking).float().log_softmax(dim=1) if asking else None
         logits = logits.float()
+        grammars = GrammarRows(sequences, [self._state(sequence).matcher for sequence in sequences])
+        grammars.mask(logits)
         constrained = self._process(logits, sequences)
-        errors = self._run_processors(logits, sequences)
+        errors = self._run_processors(logits, sequences, grammars)
         tokens = choose(logits, sequences)
         if constrained:
             _replace_banned(tokens, logits, constrained)
         chosen: list[int] = tokens.tolist()
-        logprobs: dict[int, Logprobs] = {}
-        if raw is not None:
-            logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True))
-        tokens_of_rows = (SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen))
-        return [errors.get(row, token) for row, token in enumerate(tokens_of_rows)]
+        verdicts = grammars.advance(chosen)
+        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True)) if raw is not None else {}
+        return [
+            errors.get(row)
+            or verdicts.get(row, _FREE).error
+            or SampledToken(token_id, logprobs.get(row), verdicts.get(row, _FREE).is_complete)
+            for row, token_id in enumerate(chosen)
+        ]
+
+    @torch.inference_mode()
+    def candidates(
+        self, logits: torch.Tensor, sequences: list[Sequence], nums: list[int]
+    ) -> list[list[tuple[int, float]]]:
+        """For beam search: the `nums[i]` best tokens of row *i* and their log-probabilities, best first.
+
+        Constraints and penalties are applied to the log-probabilities, as transformers does; banned tokens are left
+        out, so that there may be fewer.
+        """
+        log_probs = logits.float().log_softmax(dim=1)
+        self._process(log_probs, sequences)
+        best = largest(log_probs, max(nums, default=0))
+        rows = zip(best.ids.tolist(), best.values.tolist(), nums, strict=True)
+        return [
+            [(token_id, value) for token_id, value in zip(ids[:num], values[:num], strict=True) if value > -math.inf]
+            for ids, values, num in rows
+        ]
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: list[int], num_logprobs: int) -> list[Logprobs]:
@@ -96,9 +130,11 @@ class Sampler:
         penalised: list[PenalisedRow] = []
         for row, sequence in enumerate(sequences):
             state = self._state(sequence)
-            if state.constraints:
+            if state.constraints or (state.matcher is not None and state.processors is not None):
                 banned = state.constraints.banned(sequence.token_ids, sequence.num_output_tokens)
-                constrained.append(ConstrainedRow(row, state.constraints, banned))
+                # Asked for now, while the row is what its grammar made of it.
+                fallback = state.constraints.fallback if state.matcher is None else int(logits[row].argmax())
+                constrained.append(ConstrainedRow(row, state.constraints, banned, fallback))
             if state.counts is not None:
                 state.counts.catch_up(sequence.token_ids, sequence.num_prompt_tokens)
                 penalised.append(PenalisedRow(row, state.counts, sequence.request.params))
@@ -108,11 +144,17 @@ class Sampler:
             apply_penalties(logits, penalised)
         return constrained
 
-    def _run_processors(self, logits: torch.Tensor, sequences: list[Sequence]) -> dict[int, Exception]:
-        """Runs the callers' own code, in place; what failed, by row. What must hold whatever a caller's code does (the
-        syntax of an output) has its place after it."""
+    def _run_processors(
+        self, logits: torch.Tensor, sequences: list[Sequence], grammars: GrammarRows
+    ) -> dict[int, Exception]:
+        """Runs the callers' own code, in place; what failed, by row. A grammar has the last word."""
         states = ((row, sequence, self._state(sequence).processors) for row, sequence in enumerate(sequences))
-        return run_processors(logits, [(row, one, own) for row, one, own in states if own is not None])
+        rows = [(row, sequence, own) for row, sequence, own in states if own is not None]
+        if not rows:
+            return {}
+        errors = run_processors(logits, rows)
+        grammars.mask(logits)
+        return errors
 
 
 def _replace_banned(tokens: Ints, logits: torch.Tensor, constrained: list[ConstrainedRow]) -> None:
@@ -121,7 +163,7 @@ def _replace_banned(tokens: Ints, logits: torch.Tensor, constrained: list[Constr
     values = logits[rows, torch.from_numpy(tokens[rows]).to(logits.device)]
     for item, is_banned in zip(constrained, torch.isneginf(values).tolist(), strict=True):
         if is_banned:
-            tokens[item.row] = item.constraints.fallback
+            tokens[item.row] = item.fallback
 
 
 def _logprobs(raw: torch.Tensor, asking: list[int], chosen: list[int], sequences: list[Sequence]) -> list[Logprobs]:

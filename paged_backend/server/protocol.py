@@ -51,6 +51,38 @@ class RepetitionDetectionBody(Body):
     min_count: int = 2
 
 
+class StructuredOutputsBody(Body):
+    """vLLM's; exactly one of the first five."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class JsonSchema(Body):
+    name: str
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+    """The schema is always followed to the letter."""
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise refused("response_format", "must have json_schema if its type is that, and only then")
+        return self
+
+
 class GenerationBody(Body):
     """What completions and chats share."""
 
@@ -77,6 +109,8 @@ class GenerationBody(Body):
     bad_words: list[str] | None = None
     allowed_token_ids: TokenIds | None = None
     repetition_detection: RepetitionDetectionBody | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     prompt_logprobs: int | None = None
@@ -97,11 +131,13 @@ class GenerationBody(Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @model_validator(mode="after")
-    def _check_stream(self) -> GenerationBody:
+    def _check_combinations(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "needs stream=true")
         if self.stream and self.prompt_logprobs is not None:
             raise refused("prompt_logprobs", "cannot be streamed; leave one of the two out")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise refused("response_format", "and structured_outputs exclude each other; give one")
         return self
 
 

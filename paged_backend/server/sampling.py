@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged_backend import RepetitionDetection
-from paged_backend.server.protocol import ChatRequest, CompletionRequest, GenerationBody
+from paged_backend import RepetitionDetection, StructuredOutputsParams
+from paged_backend.server.protocol import ChatRequest, CompletionRequest, GenerationBody, JsonSchema, ResponseFormat
 
 _SAME_NAMES = (
     "n",
@@ -37,7 +37,21 @@ def given_sampling(body: GenerationBody) -> dict[str, Any]:
     given = {name: getattr(body, name) for name in _SAME_NAMES if name in body.model_fields_set}
     if body.repetition_detection is not None:
         given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump())
+    if (structure := _structure(body)) is not None:
+        given["structured_outputs"] = structure
     return given
+
+
+def _structure(body: GenerationBody) -> StructuredOutputsParams | None:
+    """What the output must match, if the client said so in one of the two ways."""
+    if body.structured_outputs is not None:
+        return StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True, exclude_unset=True))
+    match body.response_format:
+        case ResponseFormat(type="json_object"):
+            return StructuredOutputsParams(json_object=True)
+        case ResponseFormat(json_schema=JsonSchema(schema_=schema)):
+            return StructuredOutputsParams(json=schema)
+    return None
 
 
 def completion_sampling(body: CompletionRequest) -> dict[str, Any]:
