@@ -106,7 +106,7 @@ def main() -> None:
     with LLM(arguments.model, kv_cache_memory="2GiB", enable_prefix_caching=False) as llm:
         compiling = compile_seconds(llm, 20)
         print(
-            f"compiling 8 fields: median {1e3 * statistics.median(compiling):.1f} ms, best {1e3 * min(compiling):.1f} ms"
+            f"compiling 8 fields: median {1e3 * statistics.median(compiling):.1f} ms, best {1e3 * min(compiling):.1f}"
         )
         for bound in batches.values():
             seconds(llm, bound, 8, 0)

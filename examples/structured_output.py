@@ -1,4 +1,4 @@
-"""Outputs that cannot be malformed: JSON for a schema or a pydantic model, a regular expression, one of several texts."""
+"""Outputs that cannot be malformed: JSON of a pydantic model, a date, one of several texts, a sum."""
 
 from pydantic import BaseModel, Field
 

@@ -43,6 +43,7 @@ _MODULE_OF = {
     "RequestTimeoutError": "errors",
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
+    "SpeculativeConfig": "config",
     "StructuredOutputsParams": "structured_outputs",
 }
 
@@ -75,6 +76,7 @@ __all__ = [
     "RequestTimeoutError",
     "SamplingParams",
     "ScoreOutput",
+    "SpeculativeConfig",
     "StructuredOutputsParams",
 ]
 
@@ -82,7 +84,7 @@ if TYPE_CHECKING:
     from paged_backend.async_stream import AsyncStream
     from paged_backend.backend import Backend, EncoderBackend
     from paged_backend.beam_search_params import BeamSearchParams
-    from paged_backend.config import EngineConfig
+    from paged_backend.config import EngineConfig, SpeculativeConfig
     from paged_backend.engine.metrics import EngineStats
     from paged_backend.errors import (
         ConfigError,

@@ -6,6 +6,8 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from paged_backend.errors import ConfigError
 from paged_backend.fields import Checker, rejects_unknown_arguments
@@ -17,6 +19,40 @@ _UNITS = {
     **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), start=1)},
     **{unit: 1024**power for power, unit in enumerate(("KIB", "MIB", "GIB", "TIB"), start=1)},
 }
+
+
+@rejects_unknown_arguments(ConfigError)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Check guesses at the next tokens of a sequence in the step that computes its newest one.
+
+    Outputs stay what they are, but for the rounding of logits. How many guesses a step checks is decided step by step,
+    by how often they were right and by how full the step is.
+    """
+
+    method: str = "ngram"
+    """`ngram`: what followed the last time that the newest tokens occurred in the prompt or the output."""
+    num_speculative_tokens: int = 8
+    """Most guesses for one sequence in a step."""
+    prompt_lookup_max: int | None = None
+    """Longest run of newest tokens that is looked up; None: `prompt_lookup_min`, or 4."""
+    prompt_lookup_min: int | None = None
+    """Shortest one; None: `prompt_lookup_max`, or 2."""
+
+    def __post_init__(self) -> None:
+        check = Checker(ConfigError, self)
+        if self.method != "ngram":
+            raise ConfigError(f"method={self.method!r} of speculative_config is not available; available: 'ngram'")
+        check.integer("num_speculative_tokens", 1)
+        check.integer("prompt_lookup_max", 1, optional=True)
+        check.integer("prompt_lookup_min", 1, self.prompt_lookup_max, optional=True)
+
+    @property
+    def lookup_sizes(self) -> range:
+        """How many of the newest tokens are looked up, longest first."""
+        longest = self.prompt_lookup_max or self.prompt_lookup_min or 4
+        shortest = self.prompt_lookup_min or self.prompt_lookup_max or 2
+        return range(longest, shortest - 1, -1)
 
 
 @rejects_unknown_arguments(ConfigError)
@@ -53,6 +89,8 @@ class EngineConfig:
     """Most requests waiting for their first step; one more raises `OverloadedError`. None: no limit."""
     max_logprobs: int = 20
     """Largest `logprobs` and `prompt_logprobs` a request may ask for; -1: no limit."""
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
+    """A SpeculativeConfig, or its fields as a mapping: `{"method": "ngram", "num_speculative_tokens": 8}`."""
     seed: int | None = 0
     """Where requests without a seed draw theirs from; None: anew in each process."""
     enforce_eager: bool = False
@@ -92,13 +130,28 @@ class EngineConfig:
         check.integer("seed", 0, 2**63 - 1, optional=True)
         check.flag("enable_prefix_caching", "trust_remote_code", "enforce_eager")
         object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
+        object.__setattr__(self, "speculative_config", _speculative_config(self.speculative_config))
         for name, only in (("quantization", None), ("tensor_parallel_size", 1), ("swap_space", 0)):
             if getattr(self, name) != only:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not available yet; leave it at {only!r}")
 
     @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """`speculative_config`, which is no mapping any more."""
+        assert not isinstance(self.speculative_config, Mapping)
+        return self.speculative_config
+
+    @property
     def cache_folder(self) -> str:
         return self.cache_dir or os.path.join(os.path.expanduser("~"), ".cache", "paged-backend")
+
+
+def _speculative_config(value: object) -> SpeculativeConfig | None:
+    if value is None or isinstance(value, SpeculativeConfig):
+        return value
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"speculative_config={value!r} must be a SpeculativeConfig, a mapping of its fields or None")
+    return SpeculativeConfig(**value)
 
 
 def parse_bytes(value: int | str | None) -> int | None:

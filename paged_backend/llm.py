@@ -30,6 +30,7 @@ from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.request import Request
 from paged_backend.engine.request_factory import CompileGrammar, Limits, RequestFactory
 from paged_backend.engine.scheduler import Scheduler
+from paged_backend.engine.speculation import Speculator
 from paged_backend.errors import EngineDeadError
 from paged_backend.handle import RequestHandle
 from paged_backend.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoreOutput
@@ -422,6 +423,7 @@ def _assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=backend.max_model_len,
+        speculator=None if config.speculation is None else Speculator(config.speculation),
     )
     processor = OutputProcessor(backend.tokenizer.decoder() if backend.tokenizer else None)
     limits = Limits(

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from paged_backend import Backend, CompletionOutput, EngineStats, SamplingParams
+from paged_backend import Backend, CompletionOutput, EngineStats, SamplingParams, SpeculativeConfig
 from paged_backend.engine import request as engine_request
 from paged_backend.engine.engine import Engine, EngineOutput
 from paged_backend.engine.kv_cache_manager import KVCacheManager
 from paged_backend.engine.output_processor import OutputProcessor, RawLogprobs, TextDecoder
 from paged_backend.engine.request import Request
 from paged_backend.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
+from paged_backend.engine.speculation import Speculator
 
 VOCAB_SIZE = 1000
 WAIT_SECONDS = 20.0
@@ -67,18 +68,17 @@ class FakeRunner:
         return [logits[row] for row in rows]
 
     def _store(self, item: ScheduledSequence, content: Callable[[int], int | None]) -> None:
-        sequence, num_tokens, _ = item
-        first = sequence.num_computed_tokens
-        for position in range(first, first + num_tokens):
+        sequence = item.sequence
+        for position, token_id in enumerate(item.token_ids, start=sequence.num_computed_tokens):
             block = sequence.block_table[position // self.block_size]
-            self.slots[block][position % self.block_size] = content(sequence.token_ids[position])
+            self.slots[block][position % self.block_size] = content(token_id)
 
     def _rows_of(self, item: ScheduledSequence) -> list[list[int]]:
         sequence, num_tokens, num_logits = item
         end = sequence.num_computed_tokens + num_tokens
         slots = [slot for block in sequence.block_table for slot in self.slots[block]]
         context = [-1 if token_id is None else token_id for token_id in slots[:end]]
-        assert context == sequence.token_ids[:end], f"{sequence} would attend to {context}"
+        assert context == (sequence.token_ids + sequence.draft_token_ids)[:end], f"{sequence} would attend to {context}"
         return [context[: end - num_logits + 1 + i] for i in range(num_logits)]
 
 
@@ -155,12 +155,14 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 256,
     enable_prefix_caching: bool = True,
+    speculation: SpeculativeConfig | None = None,
 ) -> Scheduler:
     return Scheduler(
         make_manager(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        speculator=None if speculation is None else Speculator(speculation),
     )
 
 

@@ -22,6 +22,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 3},
     "preempted": {"num_gpu_blocks_override": 16},
     "few at a time": {"max_num_seqs": 2},
+    "speculative": {"speculative_config": {"prompt_lookup_min": 1}},
     "no prefix cache": {"enable_prefix_caching": False, "num_gpu_blocks_override": 16},
 }
 

@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 import pytest
-from helpers_structured import make_schema, validate
 
+from helpers_structured import make_schema, validate
 from paged_backend import LLM, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.slow

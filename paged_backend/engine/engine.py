@@ -109,14 +109,19 @@ class Engine:
             advanced = self._scheduler.advance(scheduled)
             sampled = [item for item in advanced if item.sequence.request.beam_search is None]
             beams = [item for item in advanced if item.sequence.request.beam_search is not None]
-            tokens = self._sample(logits, sampled)
             self._name_candidates(logits, beams)
+            num_sampled = len(beams)
+            while sampled:
+                tokens = self._sample(logits, sampled)
+                num_sampled += len(tokens)
+                outputs += self._update(sampled, tokens)
+                sampled = self._scheduler.accept(sampled)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(scheduled.scheduled))
             return outputs + self._fail_step(scheduled, error)
-        outputs += self._update(scheduled, sampled, tokens)
         outputs += self._move_beams(beams)
-        self._metrics.step(scheduled, len(advanced), time.monotonic() - start, self._scheduler)
+        outputs += self._emit_scored(scheduled)
+        self._metrics.step(scheduled, num_sampled, time.monotonic() - start, self._scheduler)
         return outputs
 
     def fail_all(self, error: Exception) -> list[EngineOutput]:
@@ -137,8 +142,6 @@ class Engine:
         return outputs
 
     def _sample(self, logits: Any, sampled: list[SampledSequence]) -> list[SampledToken | Exception]:
-        if not sampled:
-            return []
         rows = self._runner.rows(logits, [row for _, row in sampled])
         return list(self._sampler.sample(rows, [sequence for sequence, _ in sampled]))
 
@@ -178,9 +181,7 @@ class Engine:
             named = map(self._output_processor.named, self._sampler.prompt_logprobs(rows, token_ids, num_logprobs))
             request.prompt_logprobs += named
 
-    def _update(
-        self, scheduled: SchedulerOutput, sampled: list[SampledSequence], tokens: list[SampledToken | Exception]
-    ) -> list[EngineOutput]:
+    def _update(self, sampled: list[SampledSequence], tokens: list[SampledToken | Exception]) -> list[EngineOutput]:
         now = time.monotonic()
         outputs: list[EngineOutput] = []
         for (sequence, _), token in zip(sampled, tokens, strict=True):
@@ -193,10 +194,12 @@ class Engine:
                 sequence.request.metrics.first_token_time = now
             self._scheduler.update(sequence, token.token_id, is_complete=token.is_complete)
             outputs += self._write(sequence, token)
-        for sequence, _, _ in scheduled.scheduled:
-            if sequence.request.max_tokens == 0 and sequence.status is Status.FINISHED:
-                outputs += self._emit(sequence.request.sequences)
         return outputs
+
+    def _emit_scored(self, scheduled: SchedulerOutput) -> list[EngineOutput]:
+        """The news of those who wanted no tokens."""
+        scored = (sequence.request for sequence, _, _ in scheduled.scheduled if sequence.request.max_tokens == 0)
+        return [output for request in scored if request.is_finished for output in self._emit(request.sequences)]
 
     def _write(self, sequence: Sequence, token: SampledToken) -> list[EngineOutput]:
         try:

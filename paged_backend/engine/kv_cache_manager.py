@@ -91,6 +91,23 @@ class KVCacheManager:
         table.extend(self.pool.allocate() for _ in range(num_new))
         return copies
 
+    def allocate_drafts(self, sequence: Sequence, num_tokens: int, num_drafts: int) -> int:
+        """Room for draft tokens after the next `num_tokens`, which have theirs; returns how many fit.
+
+        Only free blocks are taken, and nobody can find them; `trim` gives back what is left of them after the step.
+        """
+        first, table = sequence.num_computed_tokens + num_tokens, sequence.block_table
+        num_fitting = min(num_drafts, (len(table) + self.pool.num_free) * self.block_size - first)
+        num_new = -(-(first + num_fitting) // self.block_size) - len(table)
+        table.extend(self.pool.allocate() for _ in range(num_new))
+        return num_fitting
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the blocks past the sequence's computed tokens."""
+        num_kept = -(-sequence.num_computed_tokens // self.block_size)
+        self.pool.release(reversed(sequence.block_table[num_kept:]))
+        del sequence.block_table[num_kept:]
+
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others find the full blocks among the sequence's first `num_tokens` tokens."""
         if not self.enable_prefix_caching:

@@ -33,6 +33,10 @@ class EngineStats:
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    """Guesses at coming tokens that steps have checked; see `speculative_config`."""
+    num_accepted_tokens: int = 0
+    """Those that were right."""
     largest_batch: int = 0
     """Most sequences that shared a step."""
     kv_waste_ratio: float = 0.0
@@ -41,6 +45,11 @@ class EngineStats:
     """Requests by the reason of their (first) output's end."""
     failed: dict[str, int] = dataclasses.field(default_factory=dict)
     """Requests by the error that ended them."""
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of the draft tokens that were right; 0 if there were none."""
+        return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
     @property
     def kv_cache_usage(self) -> float:
@@ -97,6 +106,8 @@ class EngineMetrics:
             num_prefix_queried_tokens=manager.num_queried_tokens,
             num_prefix_hit_tokens=manager.num_hit_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_draft_tokens=scheduler.num_draft_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
             largest_batch=self._largest_batch,
             kv_waste_ratio=self._num_unused_slots / max(self._num_held_slots, 1),
             finished=dict(self._finished),

@@ -128,6 +128,8 @@ class Sequence:
     __slots__ = (
         "block_table",
         "candidates",
+        "draft_token_ids",
+        "drafter",
         "finish_reason",
         "hypothesis",
         "index",
@@ -161,6 +163,8 @@ class Sequence:
         self.num_published_blocks = 0
         self.prefix_id: int | None = None
         """What the KV-cache manager knows the published blocks of this sequence by."""
+        self.draft_token_ids: list[int] = []
+        """Guesses at its next tokens that the step in flight computes along with it."""
         self.order: tuple[int, int, int] = (request.priority, 0, index)
         """Smaller is served first: priority, arrival, index. Given by the scheduler."""
         self.status = Status.WAITING
@@ -177,6 +181,8 @@ class Sequence:
         """The runner's: what it has of the embedding so far."""
         self.sampling_state: Any = None
         """The sampler's; derived from the tokens, so preemption does not touch it."""
+        self.drafter: Any = None
+        """The speculator's; derived from the tokens."""
 
     @property
     def num_tokens(self) -> int:

@@ -11,17 +11,27 @@ from typing import NamedTuple
 
 from paged_backend.engine.kv_cache_manager import BlockCopy, KVCacheManager
 from paged_backend.engine.request import FinishReason, Request, Sequence, Status
-from paged_backend.engine.stopping import stop_after
+from paged_backend.engine.speculation import Speculator
+from paged_backend.engine.stopping import num_left_of, stop_after
 
 _order = operator.attrgetter("order")
 
 
 class ScheduledSequence(NamedTuple):
-    """A sequence computes its next `num_tokens` tokens; the logits of the last `num_logits` of them are wanted."""
+    """A sequence computes its next `num_tokens` tokens; the logits of the last `num_logits` of them are wanted.
+
+    If it has draft tokens, these are the last ones, and the logits before and after each of them are wanted.
+    """
 
     sequence: Sequence
     num_tokens: int
     num_logits: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What is computed."""
+        first = self.sequence.num_computed_tokens
+        return self.sequence.token_ids[first : first + self.num_tokens] + self.sequence.draft_token_ids
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,6 +64,10 @@ class Scheduler:
     Parked beams compute nothing. They keep their blocks for the beams that will fork from them, unless the room is
     needed; those that had to make room are in neither list until `resume`.
 
+    With a speculator, sequences that compute their newest token may compute guesses at the next ones too, if budget and
+    free blocks are left when everybody else has theirs. `advance` gives the row that the next token is drawn from; each
+    time that it turns out to be the one guessed, `accept` counts the guess as computed and gives the row after it.
+
     Both lists are sorted by priority, then arrival.
     """
 
@@ -64,6 +78,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        speculator: Speculator | None = None,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.max_num_seqs = max_num_seqs
@@ -73,6 +88,10 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        """Draft tokens that were right."""
+        self._speculator = speculator
         self._num_arrivals = 0
 
     @property
@@ -95,6 +114,8 @@ class Scheduler:
             # All who run are parked, and the first one who waits has no room beside them.
             self._preempt(self.running.pop())
             self._schedule_waiting(output)
+        if self._speculator is not None and not num_preempted:
+            self._schedule_drafts(output, self._speculator)
         return output
 
     def _schedule_running(self, output: SchedulerOutput) -> int:
@@ -128,6 +149,24 @@ class Scheduler:
             del self.waiting[0]
             self._admitted(sequence)
             self._add(output, sequence, min(sequence.num_tokens - sequence.num_computed_tokens, budget))
+
+    def _schedule_drafts(self, output: SchedulerOutput, speculator: Speculator) -> None:
+        """Let sequences that compute just their newest token compute guesses at the next ones with it."""
+        decoding = [
+            index
+            for index, (sequence, num_tokens, num_logits) in enumerate(output.scheduled)
+            if num_tokens == num_logits == 1 and sequence.num_output_tokens > 0 and not sequence.request.beam_search
+        ]
+        sequences = [output.scheduled[index].sequence for index in decoding]
+        limits = [num_left_of(sequence, self.max_len) - 1 for sequence in sequences]
+        num_rows = output.num_tokens
+        for number, drafts in speculator.drafts(sequences, limits, num_rows, self.max_num_batched_tokens):
+            sequence = sequences[number]
+            num_drafts = self.kv_cache_manager.allocate_drafts(sequence, 1, len(drafts))
+            sequence.draft_token_ids = drafts[:num_drafts]
+            output.scheduled[decoding[number]] = ScheduledSequence(sequence, 1 + num_drafts, 1 + num_drafts)
+            output.num_tokens += num_drafts
+            self.num_draft_tokens += num_drafts
 
     def _admitted(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
@@ -169,7 +208,8 @@ class Scheduler:
         sampled: list[SampledSequence] = []
         row = -1
         for sequence, num_tokens, num_logits in output.scheduled:
-            sequence.num_computed_tokens += num_tokens
+            num_drafts = len(sequence.draft_token_ids)
+            sequence.num_computed_tokens += num_tokens - num_drafts
             row += num_logits
             if sequence.num_computed_tokens < sequence.num_tokens:
                 continue
@@ -180,8 +220,29 @@ class Scheduler:
                     self.fork(sequence, sibling)
                 sampled += [SampledSequence(sibling, row) for sibling in sequence.request.sequences]
             else:
-                sampled.append(SampledSequence(sequence, row))
+                sampled.append(SampledSequence(sequence, row - num_drafts))
         return sampled
+
+    def accept(self, sampled: list[SampledSequence]) -> list[SampledSequence]:
+        """These have got a token: returns those of them whose guess it was, who draw the next one from the next row.
+
+        The others are done with this step, and what room their guesses had is free again.
+        """
+        going_on: list[SampledSequence] = []
+        for sequence, row in sampled:
+            drafts = sequence.draft_token_ids
+            if not drafts:
+                continue
+            if drafts.pop(0) == sequence.token_ids[-1] and sequence.finish_reason is not FinishReason.ERROR:
+                self.num_accepted_tokens += 1
+                if sequence.status is Status.RUNNING:
+                    sequence.num_computed_tokens += 1
+                    self.kv_cache_manager.publish(sequence, sequence.num_computed_tokens)
+                    going_on.append(SampledSequence(sequence, row + 1))
+                    continue
+            drafts.clear()
+            self.kv_cache_manager.trim(sequence)
+        return going_on
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child goes on from the parent's tokens: beside it, in the same blocks, or else as one that waits."""

@@ -25,9 +25,14 @@ def stop_after(sequence: Sequence, max_len: int, *, is_complete: bool = False) -
             return FinishReason.REPETITION, None
     if is_complete:
         return FinishReason.STOP, None
-    if num_output_tokens >= request.max_tokens or sequence.num_tokens >= max_len:
+    if num_left_of(sequence, max_len) <= 0:
         return FinishReason.LENGTH, None
     return None, None
+
+
+def num_left_of(sequence: Sequence, max_len: int) -> int:
+    """Most tokens that the sequence may still get."""
+    return min(sequence.request.max_tokens - sequence.num_output_tokens, max_len - sequence.num_tokens)
 
 
 def _tail(sequence: Sequence, detection: RepetitionDetection) -> list[int]:

@@ -153,10 +153,9 @@ class ModelRunner:
         np.cumsum(lengths, out=query_start_loc[1:])
         token_ids: list[int] = []
         block_tables = np.zeros((num_sequences, max(len(s.block_table) for s, _, _ in scheduled)), np.int32)
-        for row, (sequence, num_tokens, _) in enumerate(scheduled):
-            start = sequence.num_computed_tokens
-            token_ids += sequence.token_ids[start : start + num_tokens]
-            block_tables[row, : len(sequence.block_table)] = sequence.block_table
+        for row, item in enumerate(scheduled):
+            token_ids += item.token_ids
+            block_tables[row, : len(item.sequence.block_table)] = item.sequence.block_table
         positions = np.arange(len(token_ids)) + np.repeat(starts - query_start_loc[:-1], lengths)
         rows = np.repeat(np.arange(num_sequences), lengths)
         blocks = block_tables[rows, positions // self.block_size].astype(np.int64)
