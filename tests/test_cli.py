@@ -111,14 +111,16 @@ def served(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> list[Serving]:
 def test_options_reach_the_server_and_the_engine(served: list[Serving], fakes: Fakes, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n two \n")
     arguments = ("--port", "9", "--api-key", "zero", "--api-key-file", str(tmp_path / "keys"), "--cors-origin", "*")
-    engine = ("--max-num-seqs", "3", "--no-enable-prefix-caching", "--kv-cache-memory", "2GiB")
+    engine = ("--max-num-seqs", "3", "--no-enable-prefix-caching", "--speculative-config", '{"method": "ngram"}')
     names = ("--served-model-name", "a", "--served-model-name", "b")
     assert run("serve", "m", *arguments, *engine, *names).exit_code == 0
     (serving,) = served
     settings = serving.settings
     assert (settings.port, settings.api_keys, settings.cors_origins) == (9, ("zero", "one", "two"), ("*",))
     assert serving.model_names == ("a", "b")
-    assert fakes.made == [("m", {"max_num_seqs": 3, "enable_prefix_caching": False, "kv_cache_memory": "2GiB"})]
+    assert fakes.made == [
+        ("m", {"max_num_seqs": 3, "enable_prefix_caching": False, "speculative_config": {"method": "ngram"}})
+    ]
 
 
 def test_a_file_of_options_counts_unless_the_command_line_says_otherwise(
@@ -160,7 +162,7 @@ def test_an_error_is_one_sentence(fakes: Fakes, arguments: tuple[str, ...], comp
 
 
 @pytest.mark.parametrize(
-    "arguments", [("serve",), ("serve", "m", "--prot", "9"), ("sreve",), ("serve", "m", "--port", "x")]
+    "arguments", ["serve", "serve m --prot 9", "sreve", "serve m --port x", "serve m --speculative-config x"]
 )
 def test_wrong_usage_has_a_code_of_its_own(arguments: str) -> None:
     failed(run(*arguments.split()), 2)

@@ -14,6 +14,7 @@ from helpers_server import ServerUnderTest, make_server, user
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info", "kv_waste_ratio")
 COUNTERS = (
     *("prompt_tokens", "generation_tokens", "prompt_tokens_cached", "prefix_cache_queries", "prefix_cache_hits"),
+    *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
     *("num_preemptions", "request_success", "admission_rejections", "request_failure"),
 )
 HISTOGRAMS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -25,6 +26,18 @@ class _Option(NamedTuple):
     kind: Any
     help: str
     flags: tuple[str, ...] = ()
+    parser: Callable[[Any], Any] | None = None
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    """Of JSON on the command line, or as it is in a file of options."""
+    try:
+        content = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise typer.BadParameter(f"{value!r} is no JSON object")
+    return content
 
 
 ENGINE_OPTIONS: Mapping[str, _Option] = {
@@ -45,6 +58,9 @@ ENGINE_OPTIONS: Mapping[str, _Option] = {
     "max_num_batched_tokens": _Option(int, "Most tokens computed in one step."),
     "max_num_queued_reqs": _Option(int, "Most requests waiting for their first step."),
     "max_logprobs": _Option(int, "Most log-probabilities per token that a request may ask for; -1: no limit."),
+    "speculative_config": _Option(
+        dict, 'Guess coming tokens and check them at once, as \'{"method": "ngram"}\'.', parser=_mapping
+    ),
     "seed": _Option(int, "Where requests without a seed draw theirs from."),
     "trust_remote_code": _Option(
         bool, "Run Python code that comes with a checkpoint.", ("--trust-remote-code/--no-trust-remote-code",)
@@ -103,7 +119,12 @@ def _engine_parameter(name: str, option: _Option) -> inspect.Parameter:
     default = next((field for field in _config_defaults() if field[0] == name), (name, None))[1]
     flags = option.flags or (f"--{name.replace('_', '-')}",)
     shown = typer.Option(
-        *flags, help=option.help, rich_help_panel=_ENGINE, show_default=False if default is None else str(default)
+        *flags,
+        help=option.help,
+        rich_help_panel=_ENGINE,
+        parser=option.parser,
+        metavar="JSON" if option.parser else None,
+        show_default=False if default is None else str(default),
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[option.kind | None, shown]

@@ -145,6 +145,8 @@ class _EngineCollector(Collector):
         yield self._counter("prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit_tokens)
         yield self._counter("num_preemptions", "Sequences that gave their blocks back.", stats.num_preemptions)
         yield self._counter("generation_tokens", "Tokens generated.", stats.num_generated_tokens)
+        yield self._counter("spec_decode_num_draft_tokens", "Guesses checked.", stats.num_draft_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Guesses that were right.", stats.num_accepted_tokens)
         yield self._by_reason("request_success", "Finished requests.", "finished_reason", stats.finished)
         yield self._by_reason("request_failure", "Requests that ended with an error.", "error", stats.failed)
         yield self._config(stats)
