@@ -30,6 +30,7 @@ _MODULE_OF = {
     "EngineError": "errors",
     "EngineStats": "engine.metrics",
     "InvalidRequestError": "errors",
+    "InvalidToolCall": "outputs",
     "Logprob": "outputs",
     "MissingExtraError": "errors",
     "ModelError": "errors",
@@ -45,6 +46,7 @@ _MODULE_OF = {
     "ScoreOutput": "outputs",
     "SpeculativeConfig": "config",
     "StructuredOutputsParams": "structured_outputs",
+    "ToolCall": "outputs",
 }
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "EngineError",
     "EngineStats",
     "InvalidRequestError",
+    "InvalidToolCall",
     "Logprob",
     "MissingExtraError",
     "ModelError",
@@ -78,6 +81,7 @@ __all__ = [
     "ScoreOutput",
     "SpeculativeConfig",
     "StructuredOutputsParams",
+    "ToolCall",
 ]
 
 if TYPE_CHECKING:
@@ -103,10 +107,12 @@ if TYPE_CHECKING:
         CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
+        InvalidToolCall,
         Logprob,
         RequestMetrics,
         RequestOutput,
         ScoreOutput,
+        ToolCall,
     )
     from paged_backend.pooling_params import EmbeddingSupport
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams

@@ -107,6 +107,11 @@ class EngineConfig:
     """Branch, tag or commit of a hub repository."""
     chat_template: str | None = None
     """A Jinja template, or a path to one, instead of the tokenizer's own."""
+    tool_call_parser: str | None = "auto"
+    """How the model writes tool calls: the name of a format (`hermes`, `llama3_json`, `mistral`, ...), `auto` (the one
+    whose marks its chat template has) or None (tool calls stay in the text)."""
+    reasoning_parser: str | None = "auto"
+    """The same for reasoning: `deepseek_r1`, `qwen3`, `openai`, ..., `auto` or None."""
     generation_config: str = "auto"
     """`auto`: take sampling defaults from the model's generation_config.json; `none`: do not (its end tokens count
     either way)."""

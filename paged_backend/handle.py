@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import weakref
@@ -28,6 +29,8 @@ class RequestHandle:
         self._outbox = outbox
         self._kind = request.params.output_kind or RequestOutputKind.DELTA
         self._whole = [CompletionOutput(index) for index in range(request.params.n)]
+        form = request.markup.output_format
+        self._parsers = [] if form is None else [form.parser() for _ in self._whole]
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._is_exhausted = False
@@ -140,6 +143,8 @@ class RequestHandle:
                 if isinstance(item, Exception):
                     self._error = item
                     continue
+                if self._parsers:
+                    self._parsers[item.index].parse(item)
                 _extend(news.setdefault(item.index, CompletionOutput(item.index)), item)
                 _extend(self._whole[item.index], item)
             del self._whole[self._request.num_outputs :]
@@ -186,6 +191,23 @@ def _extend(whole: CompletionOutput, news: CompletionOutput) -> None:
             whole.logprobs = []
         whole.logprobs += news.logprobs
     whole.finish_reason, whole.stop_reason = news.finish_reason, news.stop_reason
+    if news.reasoning is not None:
+        whole.reasoning = (whole.reasoning or "") + news.reasoning
+    _extend_calls(whole, news)
+
+
+def _extend_calls(whole: CompletionOutput, news: CompletionOutput) -> None:
+    calls = {call.index: call for call in whole.tool_calls}
+    for piece in news.tool_calls:
+        if piece.index in calls:
+            calls[piece.index].arguments += piece.arguments
+        else:
+            calls[piece.index] = dataclasses.replace(piece)
+    for invalid in news.invalid_tool_calls:
+        calls.pop(invalid.index, None)
+    if news.tool_calls or news.invalid_tool_calls:
+        whole.tool_calls = list(calls.values())
+        whole.invalid_tool_calls += news.invalid_tool_calls
 
 
 def _copied(output: CompletionOutput) -> CompletionOutput:

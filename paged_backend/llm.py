@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from paged_backend.async_stream import AsyncStream, run_off_loop
 from paged_backend.backend import Backend, EncoderBackend, load_backend
 from paged_backend.beam_search_params import BeamSearchParams
+from paged_backend.chat.chat_builder import check_parsers
 from paged_backend.chat.messages import Message
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
@@ -190,6 +191,10 @@ class LLM:
         A conversation is a list of `{"role": ..., "content": ...}`. Options besides those of all requests:
         `chat_template`, `add_generation_prompt`, `continue_final_message` (go on with the last message) and
         `chat_template_kwargs`. With `sampling_params=None`, the answer ends where the model ends it.
+
+        `tools`, `tool_choice` (`"auto"`, `"none"`, `"required"` or one by name) and `parallel_tool_calls` are OpenAI's;
+        calls come back in `tool_calls`, reasoning in `reasoning`, and neither is in `text`. `tool_call_parser` and
+        `reasoning_parser` override the engine's; None leaves all of it in the text.
         """
         return self._run(self._builder.chats(messages, sampling_params, final_only=True, **options), use_tqdm)
 
@@ -202,7 +207,7 @@ class LLM:
         """`chat` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
         requests = await run_off_loop(
             lambda: self._builder.chats(messages, sampling_params, final_only=True, **options),
-            is_long=_takes_long(messages, sampling_params),
+            is_long=_takes_long(messages, sampling_params, options.get("tools")),
         )
         return await self._arun(requests)
 
@@ -220,7 +225,7 @@ class LLM:
         async def submit() -> RequestHandle:
             requests = await run_off_loop(
                 lambda: self._builder.chats([messages], sampling_params, **options),
-                is_long=_takes_long(messages, sampling_params),
+                is_long=_takes_long(messages, sampling_params, options.get("tools")),
             )
             return self._submit(requests)[0]
 
@@ -343,6 +348,7 @@ class LLM:
         self.instance_id = uuid.uuid4().hex
         """Tells this engine from all others, also from those of models with the same name."""
         self._check_process()
+        check_parsers(config.tool_call_parser, config.reasoning_parser)
         LLM._process_id = os.getpid()
         self.config = config
         self._loop = EngineLoop(max_num_queued_reqs=config.max_num_queued_reqs)
@@ -355,7 +361,11 @@ class LLM:
             compile_grammar=_grammar_compiler(facts.limits, facts.tokenizer),
             seed=config.seed,
         )
-        self._builder = RequestBuilder(factory, facts.tokenizer, facts.default_sampling)
+        self._builder = RequestBuilder(
+            *(factory, facts.tokenizer, facts.default_sampling),
+            tool_call_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )
 
     @classmethod
     def _shared_slot(cls, model: Any, tokenizer: Any, config: dict[str, Any]) -> _SharedLLM:
@@ -488,11 +498,11 @@ def _grammar_compiler(limits: Limits, tokenizer: Tokenizer | None) -> CompileGra
     return GrammarCompiler(tokenizer.backend, limits.vocab_size, limits.eos_token_ids).compile
 
 
-def _takes_long(prompts: Any, sampling_params: Any) -> bool:
+def _takes_long(prompts: Any, sampling_params: Any, tools: Any = None) -> bool:
     """Whether making the requests would keep an event loop waiting."""
     each = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params]
     compiles = any(getattr(params, "structured_outputs", None) is not None for params in each)
-    return compiles or _num_characters(prompts) > _MANY_CHARACTERS
+    return compiles or bool(tools) or _num_characters(prompts) > _MANY_CHARACTERS
 
 
 def _num_characters(value: Any) -> int:

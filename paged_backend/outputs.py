@@ -18,6 +18,35 @@ class Logprob(NamedTuple):
     """The token decoded on its own; half a character shows as U+FFFD."""
 
 
+@dataclasses.dataclass(slots=True)
+class ToolCall:
+    """A call of one of the request's tools. In a stream of deltas, `id` and `name` come once, with its first piece."""
+
+    index: int
+    """Its position among all calls of the output; pieces with the same index are of one call."""
+    id: str | None
+    name: str | None
+    arguments: str = ""
+    """A JSON object as text; in a stream, pieces that join to it."""
+
+
+@dataclasses.dataclass(slots=True)
+class InvalidToolCall:
+    """What looks like a call but is none; its text is in the output's `text`.
+
+    If pieces of a `ToolCall` with this index were streamed before, this takes them back.
+    """
+
+    index: int
+    id: str
+    name: str | None
+    """None if there is none to be read."""
+    arguments: str
+    """What there is of them."""
+    error: str
+    """Why it is no call."""
+
+
 TokenLogprobs = Mapping[int, Logprob]
 """Token id to log-probability, of one position: the chosen token first, then the best ones."""
 
@@ -28,6 +57,7 @@ class CompletionOutput:
 
     index: int
     text: str = ""
+    """The answer without reasoning and tool calls, where these are parsed."""
     token_ids: list[int] = dataclasses.field(default_factory=list)
     cumulative_logprob: float | None = None
     """The sum over its tokens, if `logprobs` were asked for; of beam search, after penalties."""
@@ -39,6 +69,10 @@ class CompletionOutput:
     """The stop string or stop token id that ended it; None for the model's own end token."""
     score: float | None = None
     """Of beam search, by which its outputs are sorted: `cumulative_logprob` / number of tokens ** length_penalty."""
+    reasoning: str | None = None
+    """What the model thought before its answer; None if there is nothing of it."""
+    tool_calls: list[ToolCall] = dataclasses.field(default_factory=list)
+    invalid_tool_calls: list[InvalidToolCall] = dataclasses.field(default_factory=list)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

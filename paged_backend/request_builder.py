@@ -8,10 +8,12 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from paged_backend.beam_search_params import BeamSearchParams
+from paged_backend.chat.chat_builder import ChatBuilder, ChatOptions
 from paged_backend.chat.tokenizer import Tokenizer
-from paged_backend.engine.request import Request
+from paged_backend.engine.request import NO_MARKUP, Markup, Request
 from paged_backend.engine.request_factory import RequestFactory
 from paged_backend.errors import InvalidRequestError, unknown_argument
+from paged_backend.markup import constrained, markup_of, reasoning_markup
 from paged_backend.pooling_params import PoolingParams
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
 from paged_backend.scoring import Pair, continuations_of, pair_of
@@ -21,9 +23,12 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _OPTIONS = ("request_id", "priority", "cache_salt", "timeout")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_NUM_END_TOKENS = 16
+"""Enough of a prompt's end to see whether it opens the reasoning."""
 _SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
-_NOT_AVAILABLE_YET = ("lora_request", "tools", "prompt_adapter_request")
+_CHAT_OPTIONS = tuple(field.name for field in dataclasses.fields(ChatOptions))
+_NOT_AVAILABLE_YET = ("lora_request", "prompt_adapter_request")
 
 
 class _Prompt(NamedTuple):
@@ -31,6 +36,7 @@ class _Prompt(NamedTuple):
     token_ids: list[int]
     cache_salt: str | None = None
     prompt_logprobs_start: int = 1
+    markup: Markup = NO_MARKUP
 
 
 class Scoring(NamedTuple):
@@ -45,9 +51,16 @@ class RequestBuilder:
     """Makes all requests of one call before any of them is queued, so that a bad one leaves nothing behind."""
 
     def __init__(
-        self, factory: RequestFactory, tokenizer: Tokenizer | None, default_sampling: Mapping[str, Any]
+        self,
+        factory: RequestFactory,
+        tokenizer: Tokenizer | None,
+        default_sampling: Mapping[str, Any],
+        *,
+        tool_call_parser: str | None = "auto",
+        reasoning_parser: str | None = "auto",
     ) -> None:
         self._factory = factory
+        self._chats = None if tokenizer is None else ChatBuilder(tokenizer, tool_call_parser, reasoning_parser)
         self._tokenizer = tokenizer
         self._default_sampling = default_sampling
 
@@ -70,35 +83,33 @@ class RequestBuilder:
         self._factory.check_generates()
         prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
         params = _params_for(len(prompts), sampling_params, self.default_sampling_params)
-        return self._requests([self._read(prompt) for prompt in prompts], params, final_only, options)
+        return self._requests(
+            [self._marked(self._read(prompt), one) for prompt, one in zip(prompts, params, strict=True)],
+            params,
+            final_only,
+            options,
+        )
 
-    def chats(
-        self,
-        messages: Any,
-        sampling_params: Any,
-        *,
-        final_only: bool = False,
-        chat_template: str | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> list[Request]:
+    def chats(self, messages: Any, sampling_params: Any, *, final_only: bool = False, **options: Any) -> list[Request]:
         self._factory.check_generates()
+        chat_options = ChatOptions(**{name: options.pop(name) for name in _CHAT_OPTIONS if name in options})
         conversations = list(messages) if _is_list_of_conversations(messages) else [messages]
         params = _params_for(len(conversations), sampling_params, self.default_chat_params)
-        texts = [
-            self.tokenizer.render_chat(
-                conversation,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation in conversations
+        tokenizer = self.tokenizer
+        assert self._chats is not None
+        chats = [self._chats.prepare(conversation, chat_options) for conversation in conversations]
+        prompts = [
+            _Prompt(chat.text, tokenizer.encode_chat(chat.text), markup=markup_of(chat, tokenizer)) for chat in chats
         ]
-        prompts = [_Prompt(text, self.tokenizer.encode_chat(text)) for text in texts]
+        params = [constrained(one, chat, tokenizer) for one, chat in zip(params, chats, strict=True)]
         return self._requests(prompts, params, final_only, options)
+
+    def _marked(self, prompt: _Prompt, params: SamplingParams) -> _Prompt:
+        """With what limits its reasoning, if that is asked for."""
+        if self._chats is None or not isinstance(params, SamplingParams) or params.thinking_token_budget is None:
+            return prompt
+        end = self.tokenizer.decode(prompt.token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
+        return prompt._replace(markup=reasoning_markup(self._chats.stage_after(end), self.tokenizer))
 
     def beams(self, prompts: Any, params: Any, **options: Any) -> list[Request]:
         prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
@@ -176,7 +187,7 @@ class RequestBuilder:
             if name in _SAMPLING_NAMES:
                 raise InvalidRequestError(f"{name} is a sampling parameter: give SamplingParams({name}=...)")
             if name not in _OPTIONS:
-                raise InvalidRequestError(unknown_argument("a request", name, _OPTIONS))
+                raise InvalidRequestError(unknown_argument("a request", name, (*_OPTIONS, *_CHAT_OPTIONS)))
         if options.get("request_id") is not None and len(prompts) > 1:
             raise InvalidRequestError(f"request_id={options['request_id']!r} names one request, not {len(prompts)}")
         salt = options.pop("cache_salt", None)
@@ -200,7 +211,7 @@ class RequestBuilder:
         calls = list(zip(prompts, params, each, strict=True))
         for index, (prompt, one, extras) in enumerate(calls):
             try:
-                self._factory.check(prompt.token_ids, one, **extras)
+                self._factory.check(prompt.token_ids, one, markup=prompt.markup, **extras)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") if len(calls) > 1 else error from None
         return [
@@ -210,6 +221,7 @@ class RequestBuilder:
                 prompt=prompt.text,
                 prompt_logprobs_start=prompt.prompt_logprobs_start,
                 final_only=final_only or one.output_kind is RequestOutputKind.FINAL_ONLY,
+                markup=prompt.markup,
                 **extras,
             )
             for prompt, one, extras in calls

@@ -125,9 +125,10 @@ class SamplingParams:
     """Tokens per streamed output, at least 1."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the output must match: a JSON schema, a regular expression, choices or a grammar. It wins over all else:
-    where the other fields leave nothing that it allows, the most likely token that it allows is taken."""
-    thinking_token_budget: None = None
-    """Not available yet."""
+    where the other fields leave nothing that it allows, the most likely token that it allows is taken. A chat's
+    reasoning comes before it and may be anything."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning: after that many, its end is forced and the answer begins. None: no limit."""
     extra_args: Mapping[str, Any] | None = None
     """Carried along for extensions; the engine does not look at it."""
 
@@ -183,6 +184,7 @@ class SamplingParams:
         check.integer("logprobs", -1, optional=True)
         check.integer("prompt_logprobs", -1, optional=True)
         check.integer("stream_interval", 1)
+        check.integer("thinking_token_budget", 0, optional=True)
         check.flag("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
         check.flag("spaces_between_special_tokens")
         if self.temperature < GREEDY_BELOW:
@@ -212,8 +214,6 @@ class SamplingParams:
             check.fail("output_kind", "a RequestOutputKind or None")
         if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputsParams):
             check.fail("structured_outputs", "a StructuredOutputsParams or None")
-        if self.thinking_token_budget is not None:
-            check.fail("thinking_token_budget", "None, since it is not available yet")
         if self.repetition_detection is not None and not isinstance(self.repetition_detection, RepetitionDetection):
             check.fail("repetition_detection", "a RepetitionDetection or None")
 

@@ -127,18 +127,25 @@ class ServerUnderTest:
 
 
 def make_server(
-    *, num_blocks: int = 1024, max_model_len: int = 2048, engine: dict[str, Any] | None = None, **settings: Any
+    *,
+    num_blocks: int = 1024,
+    max_model_len: int = 2048,
+    template: str = CHAT_TEMPLATE,
+    engine: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> ServerUnderTest:
     """`settings` are those of the server, `engine` those of `EngineConfig`."""
-    llm, runner, sampler = make_scripted_llm(num_blocks=num_blocks, max_model_len=max_model_len, **engine or {})
+    llm, runner, sampler = make_scripted_llm(
+        num_blocks=num_blocks, max_model_len=max_model_len, template=template, **engine or {}
+    )
     serving = Serving(ServerSettings(**settings), model="fake", llm=llm)
     return ServerUnderTest(llm, runner, sampler, serving, create_app(serving))
 
 
 def make_scripted_llm(
-    *, num_blocks: int = 1024, max_model_len: int = 2048, **config: Any
+    *, num_blocks: int = 1024, max_model_len: int = 2048, template: str = CHAT_TEMPLATE, **config: Any
 ) -> tuple[LLM, FakeRunner, ScriptedSampler]:
-    tokenizer = make_chat_tokenizer()
+    tokenizer = make_chat_tokenizer(template)
     runner = FakeRunner(num_blocks=num_blocks, block_size=4, vocab_size=len(tokenizer))
     sampler = ScriptedSampler(256)
     backend = Backend(
@@ -152,9 +159,9 @@ def make_scripted_llm(
     return LLM.from_backend(backend, **{"block_size": 4, "max_num_batched_tokens": 64} | config), runner, sampler
 
 
-def make_chat_tokenizer() -> PreTrainedTokenizerFast:
+def make_chat_tokenizer(template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(*PIECES), eos_token="<end>")
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
 
 

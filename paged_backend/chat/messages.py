@@ -31,6 +31,8 @@ def _normalised(message: Message, index: int) -> dict[str, Any]:
         raise InvalidRequestError(f"messages[{index}] has the role {role!r}; known roles: {', '.join(ROLES)}")
     result = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
     result["role"] = "system" if role == "developer" else role
+    if isinstance(result.get("reasoning"), str):
+        result.setdefault("reasoning_content", result["reasoning"])  # the name that templates know
     result["content"] = _text(message.get("content"), index)
     if message.get("tool_calls"):
         result["tool_calls"] = _tool_calls(message["tool_calls"], index)

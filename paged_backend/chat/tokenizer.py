@@ -7,7 +7,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paged_backend.chat.call_format import CallFormat
 from paged_backend.chat.messages import Message, normalised
+from paged_backend.chat.template_support import TemplateSupport, adapted, support_of
+from paged_backend.chat.tool_parsers.hermes import HermesParser
 from paged_backend.engine.output_processor import TextDecoder
 from paged_backend.errors import InvalidRequestError
 
@@ -29,6 +32,8 @@ class Tokenizer:
             tokenizer = copy.deepcopy(tokenizer)
         self._tokenizer = tokenizer
         self._chat_template = chat_template
+        self._support: dict[str, TemplateSupport] = {}
+        self._special_ids_in: dict[tuple[str, ...], dict[str, int]] = {}
         bos = tokenizer.bos_token_id
         self._adds_bos = bos is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [bos]
 
@@ -77,16 +82,23 @@ class Tokenizer:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        call_format: CallFormat = HermesParser.call_format,
     ) -> str:
-        """The prompt as text. `continue_final_message` leaves the last message open, for the model to go on with."""
-        template = chat_template or self._chat_template
-        if not (template or self._tokenizer.chat_template):
-            raise InvalidRequestError(
-                "the model has no chat template; give one with chat_template=..., or send a plain prompt to generate()"
-            )
+        """The prompt as text. `continue_final_message` leaves the last message open, for the model to go on with.
+
+        Tools and past calls that the template has no place for are written as text, calls in `call_format`.
+        """
+        template = self.template_text(chat_template, has_tools=bool(tools))
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError("add_generation_prompt and continue_final_message exclude each other; give one")
-        conversation = normalised(messages)
+        conversation: Sequence[Mapping[str, Any]] = normalised(messages)
+        options = dict(chat_template_kwargs or {})
+        if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in conversation):
+            support = self.template_support(template)
+            conversation = adapted(conversation, tools, support, call_format)
+            if tools and support.tools:
+                options["tools"] = [dict(tool) for tool in tools]
         try:
             text = self._tokenizer.apply_chat_template(
                 conversation,
@@ -96,12 +108,51 @@ class Tokenizer:
                 else add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tokenize=False,
-                **(chat_template_kwargs or {}),
+                **options,
             )
         except Exception as error:  # templates are programs: they raise what they like
             raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
         assert isinstance(text, str)
         return text
+
+    def template_text(self, chat_template: str | None = None, *, has_tools: bool = False) -> str:
+        """The template that renders chats: the one given, the engine's or the tokenizer's, which may have another one
+        for chats with tools. Raises InvalidRequestError if there is none."""
+        template = chat_template or self._chat_template
+        if not (template or self._tokenizer.chat_template):
+            raise InvalidRequestError(
+                "the model has no chat template; give one with chat_template=..., or send a plain prompt to generate()"
+            )
+        try:
+            return str(self._tokenizer.get_chat_template(template, tools=[{}] if has_tools else None))
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from error
+
+    def template_support(self, template: str) -> TemplateSupport:
+        """What a template has a place for."""
+        if template not in self._support:
+
+            def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+                text = self._tokenizer.apply_chat_template(
+                    list(messages), tools=tools and list(tools), chat_template=template, tokenize=False
+                )
+                return str(text)
+
+            self._support[template] = support_of(render)
+        return self._support[template]
+
+    def special_ids(self, texts: tuple[str, ...]) -> dict[str, int]:
+        """The special tokens that are in some of the texts, with their ids."""
+        if texts not in self._special_ids_in:
+            special = {self._tokenizer.convert_ids_to_tokens(token_id): token_id for token_id in self._special_ids()}
+            found = {str(token): token_id for token, token_id in special.items() if any(token in t for t in texts)}
+            self._special_ids_in[texts] = found
+        return self._special_ids_in[texts]
+
+    def _special_ids(self) -> frozenset[int]:
+        """All that decoding leaves out unless it is told not to."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset({*self._tokenizer.all_special_ids, *(i for i, token in added if token.special)})
 
     def encode_chat(self, rendered: str) -> list[int]:
         return self.encode(rendered, add_special_tokens=False)
@@ -124,5 +175,9 @@ class Tokenizer:
         if backend is None:
             with_special = functools.partial(self.decode, skip_special_tokens=False)
             unspaced = functools.partial(with_special, spaces_between_special_tokens=False)
-            return TextDecoder(self.decode, with_special, unspaced)
-        return TextDecoder(backend.decode, lambda ids: str(backend.decode(ids, skip_special_tokens=False)))
+            return TextDecoder(self.decode, with_special, unspaced, self._special_ids())
+        return TextDecoder(
+            backend.decode,
+            lambda ids: str(backend.decode(ids, skip_special_tokens=False)),
+            special_ids=self._special_ids(),
+        )

@@ -67,6 +67,8 @@ ENGINE_OPTIONS: Mapping[str, _Option] = {
     ),
     "revision": _Option(str, "Branch, tag or commit of a hub repository."),
     "chat_template": _Option(str, "A Jinja template, or a path to one, instead of the tokenizer's own."),
+    "tool_call_parser": _Option(str, "How the model writes tool calls: a format, or auto."),
+    "reasoning_parser": _Option(str, "How the model writes its reasoning: a format, or auto."),
     "generation_config": _Option(str, "auto: take sampling defaults from the model; none: do not."),
     "cache_dir": _Option(str, "Where converted models are kept."),
 }

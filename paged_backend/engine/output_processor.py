@@ -31,6 +31,14 @@ class TextDecoder(NamedTuple):
     with_special: Decode
     with_special_unspaced: Decode | None = None
     """Without the spaces that slow tokenizers put between special tokens."""
+    special_ids: frozenset[int] = frozenset()
+    """What `without_special` leaves out."""
+
+    def keeping(self, kept: frozenset[int]) -> Decode:
+        """`without_special`, but for these ids."""
+        dropped = self.special_ids - kept
+        decode = self.with_special_unspaced or self.with_special
+        return lambda ids: decode([token_id for token_id in ids if token_id not in dropped])
 
 
 class SequenceOutput:
@@ -108,7 +116,8 @@ class OutputProcessor:
     def _decode_of(self, request: Request) -> Decode:
         assert self._decoder is not None
         if request.params.skip_special_tokens:
-            return self._decoder.without_special
+            kept = request.markup.kept_special_ids
+            return self._decoder.keeping(kept) if kept else self._decoder.without_special
         if request.params.spaces_between_special_tokens or self._decoder.with_special_unspaced is None:
             return self._decoder.with_special
         return self._decoder.with_special_unspaced

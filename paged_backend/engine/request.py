@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
+from collections.abc import Callable
 from typing import Any
 
 from paged_backend.beam_search_params import BeamSearchParams
@@ -33,6 +34,39 @@ class FinishReason(enum.StrEnum):
     REPETITION = "repetition"
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningMarks:
+    """The ids around the reasoning of a model, and its texts."""
+
+    start: str
+    end: str
+    is_open: bool
+    """Whether the prompt has opened it."""
+    closing_ids: tuple[int, ...]
+    """What must follow to end it."""
+    decode: Callable[[list[int]], str]
+    """Ids to text, with special tokens."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Markup:
+    """What the outputs of a request have in them besides text."""
+
+    output_format: Any = None
+    """How the reader of the request tells content, reasoning and tool calls apart; None: it is all content."""
+    kept_special_ids: frozenset[int] = frozenset()
+    """Special tokens that stay in the text, for the reader."""
+    knows_reasoning: bool = False
+    """Whether there is a format of reasoning."""
+    reasoning: ReasoningMarks | None = None
+    """None: there is no such format, or the reasoning is over."""
+    reasoning_grammar: str | None = None
+    """What may come before that which `params.structured_outputs` is about: rules that define `reasoning`, in Lark."""
+
+
+NO_MARKUP = Markup()
+
+
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """What somebody asked for. Nothing here changes once it is queued, except the lists of results."""
@@ -47,6 +81,7 @@ class Request:
     prompt: str | None = None
     eos_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    markup: Markup = NO_MARKUP
     grammar: Any = None
     """What `params.structured_outputs` was compiled to; the sampler's."""
     priority: int = 0

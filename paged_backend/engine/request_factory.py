@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paged_backend.beam_search_params import BeamSearchParams
-from paged_backend.engine.request import Request
+from paged_backend.engine.request import NO_MARKUP, Markup, Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import is_finite
 from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
@@ -19,7 +19,8 @@ from paged_backend.sampling_params import SamplingParams
 from paged_backend.structured_outputs import StructuredOutputsParams
 
 EncodeWord = Callable[[str], tuple[tuple[int, ...], ...]]
-CompileGrammar = Callable[[StructuredOutputsParams], Any]
+CompileGrammar = Callable[[StructuredOutputsParams, str | None], Any]
+"""Given what outputs must match, and the grammar of what may come before it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,7 @@ class RequestFactory:
         timeout: float | None = None,
         pooling: PoolingParams | None = None,
         beam_params: BeamSearchParams | None = None,
+        markup: Markup = NO_MARKUP,
     ) -> None:
         """Raises InvalidRequestError for what can never be served."""
         if pooling is None:
@@ -98,7 +100,12 @@ class RequestFactory:
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
         if beam_params is not None:
             self._check_beams(len(prompt_token_ids), max_tokens, beam_params.beam_width)
-        self._grammar(params)
+        if params.thinking_token_budget is not None and not markup.knows_reasoning:
+            raise InvalidRequestError(
+                f"thinking_token_budget={params.thinking_token_budget} needs a model with a reasoning format, and none "
+                "was found in this one's chat template; name it with reasoning_parser=..., or leave the budget out"
+            )
+        self._grammar(params, markup)
         _check_extras(request_id, priority, cache_salt, timeout)
 
     def make(
@@ -115,6 +122,7 @@ class RequestFactory:
         prompt_logprobs_start: int = 1,
         pooling: PoolingParams | None = None,
         final_only: bool = False,
+        markup: Markup = NO_MARKUP,
     ) -> Request:
         """Of what `check` has passed."""
         request = Request(
@@ -126,7 +134,8 @@ class RequestFactory:
             prompt=prompt,
             eos_token_ids=self._limits.eos_token_ids,
             bad_words_token_ids=self._bad_words(params),
-            grammar=self._grammar(params),
+            markup=markup,
+            grammar=self._grammar(params, markup),
             priority=priority,
             cache_salt=cache_salt,
             beam_params=beam_params,
@@ -210,13 +219,13 @@ class RequestFactory:
         assert self._encode_word is not None
         return tuple(spelling for word in params.bad_words for spelling in self._encode_word(word) if spelling)
 
-    def _grammar(self, params: SamplingParams) -> Any:
+    def _grammar(self, params: SamplingParams, markup: Markup) -> Any:
         """Compiled here, in the caller's thread; the compiler keeps it for the next time."""
         if params.structured_outputs is None:
             return None
         if self._compile_grammar is None:
             raise InvalidRequestError("structured_outputs needs a tokenizer, and this engine has none")
-        return self._compile_grammar(params.structured_outputs)
+        return self._compile_grammar(params.structured_outputs, markup.reasoning_grammar)
 
 
 def _check_extras(request_id: object, priority: object, cache_salt: object, timeout: object) -> None:

@@ -94,18 +94,22 @@ class GrammarCompiler:
         self._eos_token_ids = sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
-        self._grammars: OrderedDict[StructuredOutputsParams, Grammar] = OrderedDict()
+        self._grammars: OrderedDict[tuple[StructuredOutputsParams, str | None], Grammar] = OrderedDict()
 
-    def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """Raises InvalidRequestError with the reason if nothing can be generated that matches."""
+    def compile(self, params: StructuredOutputsParams, reasoning: str | None = None) -> Grammar:
+        """Raises InvalidRequestError with the reason if nothing can be generated that matches.
+
+        `reasoning` is a grammar in Lark with a rule of this name, of what comes before that which must match.
+        """
+        key = params, reasoning
         with self._lock:
-            if params in self._grammars:
-                self._grammars.move_to_end(params)
-                return self._grammars[params]
+            if key in self._grammars:
+                self._grammars.move_to_end(key)
+                return self._grammars[key]
             vocabulary = self._vocabulary = self._vocabulary or self._load_vocabulary()
-        grammar = _compile(params, vocabulary)
+        grammar = _compile(params, reasoning, vocabulary)
         with self._lock:
-            self._grammars[params] = grammar
+            self._grammars[key] = grammar
             if len(self._grammars) > _MAX_CACHED:
                 self._grammars.popitem(last=False)
         return grammar
@@ -132,12 +136,12 @@ class GrammarCompiler:
             raise InvalidRequestError(f"structured_outputs cannot work with this tokenizer: {error}") from error
 
 
-def _compile(params: StructuredOutputsParams, vocabulary: LLTokenizer) -> Grammar:
+def _compile(params: StructuredOutputsParams, reasoning: str | None, vocabulary: LLTokenizer) -> Grammar:
     """Computes the first mask as well: it tells grammars that match nothing, and fills caches that matchers copy."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
-        source = _source(params)
+        source = _source(params) if reasoning is None else _after(reasoning, _source(params))
     except ValueError as error:
         raise InvalidRequestError(f"structured_outputs has no valid {params.kind}: {error}") from None
     matcher = LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
@@ -165,6 +169,13 @@ def _source(params: StructuredOutputsParams) -> str:
         literals = (json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(params.choice or ()))
         return str(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(literals)}"))
     return grammar_from("grammar", params.source)
+
+
+def _after(reasoning: str, source: str) -> str:
+    """A grammar of the reasoning and what must match, one after the other."""
+    parts = json.loads(source)["grammars"] if source.startswith('{"grammars"') else [{"lark_grammar": source}]
+    parts[0]["name"] = "answer"
+    return json.dumps({"grammars": [{"lark_grammar": f"{reasoning}\nstart: reasoning @answer"}, *parts]})
 
 
 def _json_options(params: StructuredOutputsParams) -> Any:

@@ -17,6 +17,7 @@ from paged_backend.sampling.grammar_rows import GrammarRows, Verdict
 from paged_backend.sampling.logprobs import Logprobs, token_logprobs
 from paged_backend.sampling.penalties import PenalisedRow, TokenCounts, apply_penalties, has_penalties
 from paged_backend.sampling.processors import Processors, run_processors
+from paged_backend.sampling.thinking import ThinkingBudget, force_tokens
 
 _PROMPT_ROWS = 64
 """Rows of prompt logits turned into log-probabilities at a time, to bound the memory it takes."""
@@ -45,6 +46,10 @@ class _SamplingState:
         if has_penalties(params):
             self.counts = TokenCounts(vocab_size, include_prompt=params.repetition_penalty != 1.0)
         self.processors = Processors(params.logits_processors) if params.logits_processors else None
+        self.thinking: ThinkingBudget | None = None
+        marks, budget = sequence.request.markup.reasoning, params.thinking_token_budget
+        if marks is not None and budget is not None:
+            self.thinking = ThinkingBudget(marks, budget, sequence.num_prompt_tokens)
 
 
 class Sampler:
@@ -54,6 +59,7 @@ class Sampler:
     the other rows of the batch are or ask for changes it, in any bit. Order of operations: raw log-probabilities,
     float32, grammar, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, the caller's logits processors,
     temperature, `min_p`, `top_k`, `top_p`, draw. A grammar holds whatever the caller's processors do.
+    The end of the reasoning, once its budget is spent, is forced whatever these say.
 
     Where these ban every token of a row, the most likely one that its grammar allows is taken; without a grammar, the
     lowest of its `allowed_token_ids`, or else token 0.
@@ -128,6 +134,7 @@ class Sampler:
         """Applies constraints and penalties in place; returns the rows that have constraints."""
         constrained: list[ConstrainedRow] = []
         penalised: list[PenalisedRow] = []
+        forced: dict[int, int] = {}
         for row, sequence in enumerate(sequences):
             state = self._state(sequence)
             if state.constraints or (state.matcher is not None and state.processors is not None):
@@ -138,10 +145,14 @@ class Sampler:
             if state.counts is not None:
                 state.counts.catch_up(sequence.token_ids, sequence.num_prompt_tokens)
                 penalised.append(PenalisedRow(row, state.counts, sequence.request.params))
+            if state.thinking is not None and (token_id := state.thinking.next_token(sequence.token_ids)) is not None:
+                forced[row] = token_id
         if constrained:
             apply_constraints(logits, constrained)
         if penalised:
             apply_penalties(logits, penalised)
+        if forced:
+            force_tokens(logits, forced)
         return constrained
 
     def _run_processors(

@@ -8,7 +8,15 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from paged_backend import LLM, CompletionOutput, InvalidRequestError, RequestHandle, RequestOutput, RequestOutputKind
+from paged_backend import (
+    LLM,
+    CompletionOutput,
+    InvalidRequestError,
+    RequestHandle,
+    RequestOutput,
+    RequestOutputKind,
+    ToolCall,
+)
 from paged_backend.server.logprobs import Spelling, chat_logprobs, prompt_logprobs_reply
 from paged_backend.server.protocol import ChatRequest
 from paged_backend.server.sampling import chat_sampling, request_options
@@ -43,6 +51,9 @@ async def _submit(serving: Serving, body: ChatRequest) -> tuple[RequestHandle, _
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=checked_template_kwargs(llm, body.chat_template_kwargs),
+            tools=body.tools,
+            tool_choice=body.tool_choice,
+            parallel_tool_calls=body.parallel_tool_calls,
             **request_options(body, serving.settings.request_timeout),
         )
 
@@ -65,6 +76,8 @@ class _Reply:
         self._body = body
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._spelling = Spelling(llm, as_ids=body.return_tokens_as_token_ids)
+        self._have_called: set[int] = set()
+        """The choices with tool calls."""
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         parts = sorted(output.outputs, key=lambda part: part.index)
@@ -102,18 +115,35 @@ class _Reply:
         choice: dict[str, Any] = {
             "index": part.index,
             "logprobs": self._logprobs(part),
-            "finish_reason": part.finish_reason,
+            "finish_reason": self._finish_reason(part),
             "stop_reason": part.stop_reason,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = part.token_ids
         return choice
 
+    def _finish_reason(self, part: CompletionOutput) -> str | None:
+        if part.tool_calls:
+            self._have_called.add(part.index)
+        has_called = part.finish_reason == "stop" and part.index in self._have_called
+        return "tool_calls" if has_called else part.finish_reason
+
     def _message(self, part: CompletionOutput) -> dict[str, Any]:
-        return {"role": "assistant", "content": part.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
+        if part.reasoning is not None and self._body.include_reasoning:
+            message["reasoning"] = part.reasoning
+        if part.tool_calls:
+            message |= {"content": part.text or None, "tool_calls": [_call(call) for call in part.tool_calls]}
+        return message
 
     def _delta(self, part: CompletionOutput) -> dict[str, Any]:
-        return {"content": part.text} if part.text else {}
+        """What is new, and nothing else. A call's id and name come with its first piece."""
+        delta: dict[str, Any] = {"content": part.text} if part.text else {}
+        if part.reasoning and self._body.include_reasoning:
+            delta["reasoning"] = part.reasoning
+        if part.tool_calls:
+            delta["tool_calls"] = [{"index": call.index, **_call(call)} for call in part.tool_calls]
+        return delta
 
     def _logprobs(self, part: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs or (self._body.stream and not part.logprobs):
@@ -131,3 +161,10 @@ class _Reply:
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         optional = {"usage": None} if self._body.includes_usage else {}
         return {"object": "chat.completion.chunk", **self._head, "choices": [choice], **optional}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """A call, or a piece of one."""
+    if call.name is None:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

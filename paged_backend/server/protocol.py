@@ -109,6 +109,7 @@ class GenerationBody(Body):
     bad_words: list[str] | None = None
     allowed_token_ids: TokenIds | None = None
     repetition_detection: RepetitionDetectionBody | None = None
+    thinking_token_budget: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
     skip_special_tokens: bool = True
@@ -167,6 +168,10 @@ class ChatRequest(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool = True
     store: Literal[False] = False
     modalities: list[Literal["text"]] | None = None
 

@@ -56,9 +56,22 @@ class CompletionReply(BaseModel):
     usage: UsageReply
 
 
+class ToolFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCallReply(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: ToolFunction
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallReply] | None = None
 
 
 class ChatChoice(BaseModel):

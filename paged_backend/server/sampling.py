@@ -29,6 +29,7 @@ _SAME_NAMES = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "prompt_logprobs",
+    "thinking_token_budget",
 )
 
 
