@@ -183,6 +183,8 @@ def main() -> None:
             measure(engines, arguments, kind, num_sequences)
     for engine in engines.values():
         engine.send(None)
+    for process in multiprocessing.active_children():
+        process.join()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ with LLM("demo") as llm:
 for (question, choices), scores in zip(QUESTIONS.items(), scores_of_each, strict=True):
     # Per token, so that long answers have a chance.
     choice, best = max(zip(choices, scores, strict=True), key=lambda pair: pair[1].logprob / pair[1].num_tokens)
-    print(f"{question}{choice}  (log-probability {best.logprob:.2f}, {best.num_cached_tokens} prompt tokens cached)")
+    print(f"{question}{choice}  (log-probability {best.logprob:.2f}, greedy: {best.is_greedy})")
 
 for output in beams.outputs:
-    print(f"{beams.prompt}{output.text!r}  (score {output.score:.3f})")
+    print(f"{beams.prompt}{output.text}  (score {output.score:.3f})")

@@ -10,8 +10,8 @@ from typing import Any
 from paged_backend.errors import InvalidRequestError, MissingExtraError
 from paged_backend.fields import Checker, rejects_unknown_arguments
 
-MAX_CHARACTERS = 256 * 1024
-"""Longest schema, regular expression, grammar or list of choices. The longest ones take half a second to compile."""
+MAX_CHARACTERS = 128 * 1024
+"""Longest schema, regular expression, grammar or list of choices. The worst of this length take a second to compile."""
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_CACHED = 64
+_STEP_FUEL = 50_000
+"""Work on a single mask, a quarter of the library's own limit: everybody in the batch waits for it."""
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """JSON as `json.dumps` writes it, or without its blanks: white space cannot go on for ever."""
 
@@ -144,7 +146,8 @@ def _compile(params: StructuredOutputsParams, reasoning: str | None, vocabulary:
         source = _source(params) if reasoning is None else _after(reasoning, _source(params))
     except ValueError as error:
         raise InvalidRequestError(f"structured_outputs has no valid {params.kind}: {error}") from None
-    matcher = LLMatcher(vocabulary, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    limits = LLParserLimits(step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
+    matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
     if not matcher.is_error():
         first = matcher.deep_copy()
         first.compute_bitmask()
