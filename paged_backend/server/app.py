@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 import paged_backend
 from paged_backend import OverloadedError
-from paged_backend.server import chat, completions, embeddings, errors, tokens
+from paged_backend.server import chat, completions, embeddings, errors, messages, tokens
 from paged_backend.server.errors import ApiError, JSONReply
 from paged_backend.server.metrics import CONTENT_TYPE
 from paged_backend.server.middleware import CountRequests, LimitBody, RequireKey
@@ -23,6 +23,7 @@ from paged_backend.server.protocol import (
     DetokenizeRequest,
     EmbeddingRequest,
     GenerationBody,
+    MessagesRequest,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
@@ -30,10 +31,12 @@ from paged_backend.server.protocol import (
 from paged_backend.server.replies import (
     ERRORS,
     OR_EVENTS,
+    TYPED_ERRORS,
     ChatReply,
     CompletionReply,
     DetokenizeReply,
     EmbeddingReply,
+    MessageReply,
     ModelList,
     ModelReply,
     RerankReply,
@@ -43,7 +46,7 @@ from paged_backend.server.replies import (
     VersionReply,
 )
 from paged_backend.server.serving import Serving
-from paged_backend.server.streaming import Event, EventStream, unless_disconnected
+from paged_backend.server.streaming import Event, EventStream, TypedEventStream, unless_disconnected
 
 B = TypeVar("B", bound=GenerationBody)
 T = TypeVar("T")
@@ -84,6 +87,18 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/chat/completions", response_class=JSONReply, response_model=ChatReply, responses=OR_EVENTS)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         return await _generated(serving, request, body, chat.answer, chat.stream_answer)
+
+    @app.post(
+        "/v1/messages", response_class=JSONReply, response_model=MessageReply, responses={**TYPED_ERRORS, **OR_EVENTS}
+    )
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        async def work() -> Response:
+            if body.stream:
+                events = await messages.stream_message(serving, body)
+                return TypedEventStream(events, stall_timeout=serving.settings.stall_timeout)
+            return JSONReply(await messages.message(serving, body))
+
+        return await _counted(serving, request, work())
 
     @app.post("/v1/embeddings", response_class=JSONReply, response_model=EmbeddingReply)
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:

@@ -27,18 +27,18 @@ from paged_backend.server.usage import Usage
 
 async def answer(serving: Serving, body: ChatRequest) -> dict[str, Any]:
     """The answer as a whole; cancelling aborts it."""
-    handle, reply = await _submit(serving, body)
-    output = await result_of(handle, serving.metrics)
-    return reply.whole(output)
+    output = await result_of(await submit(serving, body), serving.metrics)
+    return _Reply(serving, body).whole(output)
 
 
 async def stream_answer(serving: Serving, body: ChatRequest) -> AsyncGenerator[Event, None]:
     """The answer in events; what can be refused is refused before the first. Closing them aborts it."""
-    handle, reply = await _submit(serving, body)
-    return reply.events(handle, serving)
+    handle = await submit(serving, body)
+    return _Reply(serving, body).events(handle, serving)
 
 
-async def _submit(serving: Serving, body: ChatRequest) -> tuple[RequestHandle, _Reply]:
+async def submit(serving: Serving, body: ChatRequest) -> RequestHandle:
+    """Queue a chat; raises what says why it cannot be served."""
     serving.check_model(body.model)
     llm = serving.llm
 
@@ -57,7 +57,7 @@ async def _submit(serving: Serving, body: ChatRequest) -> tuple[RequestHandle, _
             **request_options(body, serving.settings.request_timeout),
         )
 
-    return await serving.prepare(prepare), _Reply(llm, body, serving.model_name(body.model))
+    return await serving.prepare(prepare)
 
 
 def checked_template_kwargs(llm: LLM, kwargs: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -72,10 +72,11 @@ def checked_template_kwargs(llm: LLM, kwargs: Mapping[str, Any] | None) -> Mappi
 class _Reply:
     """Turns outputs into messages, or into the chunks of a stream."""
 
-    def __init__(self, llm: LLM, body: ChatRequest, model: str) -> None:
+    def __init__(self, serving: Serving, body: ChatRequest) -> None:
         self._body = body
+        model = serving.model_name(body.model)
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._spelling = Spelling(llm, as_ids=body.return_tokens_as_token_ids)
+        self._spelling = Spelling(serving.llm, as_ids=body.return_tokens_as_token_ids)
         self._have_called: set[int] = set()
         """The choices with tool calls."""
 

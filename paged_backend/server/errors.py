@@ -24,6 +24,7 @@ from paged_backend import (
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
 _NAMED_FIELD = re.compile(r"^(?:prompt \d+: )?(\w+?)(?:\[|=| has the token id)")
 
@@ -43,8 +44,18 @@ class ApiError(HTTPException):
         )
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        return JSONReply(self.body(), self.status_code, self.headers)
+    def typed_body(self) -> dict[str, Any]:
+        """The same in Anthropic's shape."""
+        kind = "overloaded_error" if self.status_code == 503 else self.body()["error"]["type"]
+        return {
+            "type": "error",
+            "error": {"type": "api_error" if kind == "server_error" else kind, "message": self.message},
+        }
+
+    def response(self, path: str) -> Response:
+        """The answer to a request for `path`, which says whose clients read it."""
+        body = self.typed_body() if path in ANTHROPIC_PATHS else self.body()
+        return JSONReply(body, self.status_code, self.headers)
 
 
 class JSONReply(JSONResponse):
@@ -105,11 +116,11 @@ def install(app: FastAPI) -> None:
     """Answer every error of the routes in this shape."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        return described(error).response()
+        return described(error).response(request.url.path)
 
     async def answer_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return invalid_body(error.errors()).response()
+        return invalid_body(error.errors()).response(request.url.path)
 
     for kind in (HTTPException, Exception):
         app.add_exception_handler(kind, answer)

@@ -29,7 +29,7 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         error = ApiError(401, "give a valid API key as 'Authorization: Bearer KEY'", code="invalid_api_key")
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
     def _is_known(self, presented: bytes) -> bool:
         digest = hashlib.sha256(presented).digest()
@@ -50,7 +50,7 @@ class CountRequests:
             return
         if self._serving.is_draining:
             error = ApiError(503, "the server is shutting down; ask another one", code="draining", retry=True)
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         self._serving.num_active += 1
         try:
@@ -72,7 +72,7 @@ class LimitBody:
             return
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdecimal() and int(announced) > self._max_bytes:
-            await self._too_large().response()(scope, receive, send)
+            await self._too_large().response(scope["path"])(scope, receive, send)
             return
         num_bytes = 0
 

@@ -185,6 +185,55 @@ class ChatRequest(GenerationBody):
         return self
 
 
+class AnthropicTool(Body):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    cache_control: dict[str, Any] | None = None
+    """A label: prefixes are shared without it."""
+
+
+class AnthropicToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _check_name(self) -> AnthropicToolChoice:
+        if (self.name is not None) != (self.type == "tool"):
+            raise refused("tool_choice", "must have a name if its type is 'tool', and only then")
+        return self
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled"]
+    budget_tokens: int | None = None
+
+
+class AnthropicMessage(Body):
+    role: Literal["user", "assistant"]
+    content: str | list[dict[str, Any]]
+
+
+class MessagesRequest(Body):
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
+    max_tokens: int
+    system: str | list[dict[str, Any]] | None = None
+    stream: bool = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    metadata: dict[str, Any] | None = None
+    """Labels, which change nothing."""
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
 class EmbeddingRequest(Body):
     model: str | None = None
     input: (

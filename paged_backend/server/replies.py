@@ -91,6 +91,22 @@ class ChatReply(BaseModel):
     usage: UsageReply
 
 
+class MessageReply(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class TypedErrorReply(BaseModel):
+    type: Literal["error"]
+    error: dict[str, str]
+
+
 class InputUsageReply(BaseModel):
     prompt_tokens: int
     total_tokens: int
@@ -175,4 +191,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         503: "The model is loading, the server drains, or the engine is closed.",
         504: "The request took longer than the server allows.",
     }.items()
+}
+
+TYPED_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": TypedErrorReply, "description": error["description"]} for status, error in ERRORS.items()
 }

@@ -44,12 +44,20 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    last = b"data: [DONE]\n\n"
+    """What follows the last event, unless that is an error."""
 
     def __init__(self, events: AsyncGenerator[Event, None], *, stall_timeout: float) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._stall_timeout = stall_timeout
+
+    def encoded(self, event: Event) -> bytes:
+        return b"data: " + encode_json(event) + b"\n\n"
+
+    def error_event(self, error: Exception) -> Event:
+        return described(error).body()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(scope, receive, send))
@@ -66,31 +74,45 @@ class EventStream(Response):
         try:
             first = await anext(self._events)
         except Exception as error:
-            await described(error).response()(scope, receive, send)
+            await described(error).response(scope["path"])(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         with contextlib.suppress(_Stalled):  # without its last part the server closes the connection
             try:
-                await self._send(send, encode_json(first))
+                await self._send(send, self.encoded(first))
                 async for event in self._events:
-                    await self._send(send, encode_json(event))
-                await self._send(send, b"[DONE]")
+                    await self._send(send, self.encoded(event))
+                await self._send(send, self.last)
             except Exception as error:
                 if isinstance(error, _Stalled):
                     raise
-                await self._send(send, encode_json(described(error).body()))
+                await self._send(send, self.encoded(self.error_event(error)))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
+        if not data:
+            return
         try:
             async with asyncio.timeout(self._stall_timeout):
-                await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         except TimeoutError:
             raise _Stalled from None
 
 
 class _Stalled(Exception):
     """The client reads nothing."""
+
+
+class TypedEventStream(EventStream):
+    """The same as Anthropic's clients read it: each event is named after its type, and the last is `message_stop`."""
+
+    last = b""
+
+    def encoded(self, event: Event) -> bytes:
+        return f"event: {event['type']}\n".encode() + super().encoded(event)
+
+    def error_event(self, error: Exception) -> Event:
+        return described(error).typed_body()
 
 
 async def result_of(handle: RequestHandle, metrics: Metrics) -> RequestOutput:
