@@ -50,9 +50,10 @@ _MANY_CHARACTERS = 20_000
 
 
 class _SharedLLM:
-    """One of the process-wide LLMs, from before it is loaded. It keeps the objects by whose ids it is known."""
+    """One of the process-wide LLMs, from before it is loaded. Until it is closed, it keeps the objects by whose ids it
+    is known."""
 
-    def __init__(self, key_objects: tuple[object, object]) -> None:
+    def __init__(self, key_objects: tuple[object, ...]) -> None:
         self.key_objects = key_objects
         self.lock = threading.Lock()
         self.llm: LLM | None = None
@@ -106,7 +107,7 @@ class LLM:
         shared = cls._shared_slot(model, tokenizer, config)
         with shared.lock:  # one of those who ask at once loads it, the others wait for that
             if shared.llm is None or shared.llm.is_closed:
-                shared.llm = cls(model, tokenizer, **config)
+                shared.llm, shared.key_objects = cls(model, tokenizer, **config), (model, tokenizer)
             return shared.llm
 
     @classmethod
@@ -318,6 +319,10 @@ class LLM:
         """The Hugging Face tokenizer itself, as in vLLM."""
         return self.tokenizer.hf_tokenizer
 
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The prompt's token ids as `chat` sends them; options are those of `chat` that make the prompt."""
+        return self._builder.chat_token_ids(messages, **options)
+
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters, taken between two steps."""
         return self._loop.call(lambda engine: engine.stats())
@@ -335,6 +340,10 @@ class LLM:
         if not self.is_closed:
             logger.info("closing %s", self.model_name)
         self._loop.close()
+        with LLM._shared_lock:
+            for shared in LLM._shared.values():
+                if shared.llm is self:
+                    shared.key_objects = ()  # another object may have their ids from now on: it finds a closed LLM
 
     def __enter__(self) -> Self:
         return self

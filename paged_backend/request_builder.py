@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 from paged_backend.beam_search_params import BeamSearchParams
 from paged_backend.chat.chat_builder import ChatBuilder, ChatOptions
 from paged_backend.chat.tokenizer import Tokenizer
-from paged_backend.engine.request import NO_MARKUP, Markup, Request
-from paged_backend.engine.request_factory import RequestFactory
+from paged_backend.engine.request import Request
+from paged_backend.engine.request_factory import RequestFactory, RequestOptions
 from paged_backend.errors import InvalidRequestError, unknown_argument
 from paged_backend.markup import constrained, markup_of, reasoning_markup
-from paged_backend.pooling_params import PoolingParams
-from paged_backend.sampling_params import RequestOutputKind, SamplingParams
+from paged_backend.sampling_params import SamplingParams
 from paged_backend.scoring import Pair, continuations_of, pair_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -32,11 +31,10 @@ _NOT_AVAILABLE_YET = ("lora_request", "prompt_adapter_request")
 
 
 class _Prompt(NamedTuple):
-    text: str | None
+    """A prompt, and those of the options of its request that it brings with it."""
+
     token_ids: list[int]
-    cache_salt: str | None = None
-    prompt_logprobs_start: int = 1
-    markup: Markup = NO_MARKUP
+    options: dict[str, Any]
 
 
 class Scoring(NamedTuple):
@@ -83,12 +81,8 @@ class RequestBuilder:
         self._factory.check_generates()
         prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
         params = _params_for(len(prompts), sampling_params, self.default_sampling_params)
-        return self._requests(
-            [self._marked(self._read(prompt), one) for prompt, one in zip(prompts, params, strict=True)],
-            params,
-            final_only,
-            options,
-        )
+        read = [self._marked(self._read(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
+        return self._requests(read, params, options, final_only=final_only)
 
     def chats(self, messages: Any, sampling_params: Any, *, final_only: bool = False, **options: Any) -> list[Request]:
         self._factory.check_generates()
@@ -99,17 +93,11 @@ class RequestBuilder:
         assert self._chats is not None
         chats = [self._chats.prepare(conversation, chat_options) for conversation in conversations]
         prompts = [
-            _Prompt(chat.text, tokenizer.encode_chat(chat.text), markup=markup_of(chat, tokenizer)) for chat in chats
+            _Prompt(tokenizer.encode_chat(chat.text), {"prompt": chat.text, "markup": markup_of(chat, tokenizer)})
+            for chat in chats
         ]
         params = [constrained(one, chat, tokenizer) for one, chat in zip(params, chats, strict=True)]
-        return self._requests(prompts, params, final_only, options)
-
-    def _marked(self, prompt: _Prompt, params: SamplingParams) -> _Prompt:
-        """With what limits its reasoning, if that is asked for."""
-        if self._chats is None or not isinstance(params, SamplingParams) or params.thinking_token_budget is None:
-            return prompt
-        end = self.tokenizer.decode(prompt.token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
-        return prompt._replace(markup=reasoning_markup(self._chats.stage_after(end), self.tokenizer))
+        return self._requests(prompts, params, options, final_only=final_only)
 
     def beams(self, prompts: Any, params: Any, **options: Any) -> list[Request]:
         prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
@@ -117,7 +105,10 @@ class RequestBuilder:
         if not isinstance(beams, Sequence) or not all(isinstance(item, BeamSearchParams) for item in beams):
             raise InvalidRequestError(f"params={params!r} must be a BeamSearchParams, or a list with one per prompt")
         sampling = _params_for(len(prompts), [item.sampling_params() for item in beams], self.default_sampling_params)
-        return self._requests([self._read(prompt) for prompt in prompts], sampling, True, options, beams=beams)
+        read = [self._read(prompt) for prompt in prompts]
+        for prompt, item in zip(read, beams, strict=True):
+            prompt.options["beam_params"] = item
+        return self._requests(read, sampling, options, final_only=True)
 
     def scores(self, prompts: Any, continuations: Any, **options: Any) -> Scoring:
         is_one = _is_one_prompt(prompts)
@@ -130,8 +121,9 @@ class RequestBuilder:
             for continuation in its_continuations:
                 pair = pair_of(content, continuation, lambda: self.tokenizer)
                 pairs.append(pair)
-                to_compute.append(_Prompt(None, pair.prompt + pair.continuation, salt, len(pair.prompt)))
-        requests = self._requests(to_compute, [_SCORING] * len(pairs), True, options)
+                own = {"cache_salt": salt, "prompt_logprobs_start": len(pair.prompt)}
+                to_compute.append(_Prompt(pair.prompt + pair.continuation, own))
+        requests = self._requests(to_compute, [_SCORING] * len(pairs), options, final_only=True)
         return Scoring(requests, pairs, list(map(len, of_each)))
 
     def embeddings(
@@ -148,7 +140,7 @@ class RequestBuilder:
         params = self._factory.pooling_params(pooling, normalize, dimensions)
         read = [self._truncated(self._read(prompt), truncate_prompt_tokens) for prompt in prompts]
         wish = [SamplingParams(max_tokens=0)] * len(prompts)
-        return self._requests(read, wish, True, options, params)
+        return self._requests(read, wish, options, final_only=True, pooling=params)
 
     def _truncated(self, prompt: _Prompt, limit: int | None) -> _Prompt:
         """The prompt cut to `limit` tokens; what the tokenizer puts after a text stays behind it."""
@@ -159,73 +151,66 @@ class RequestBuilder:
                 f"truncate_prompt_tokens={limit!r} must be an integer ≥ 1, or -1 for as many as the model takes"
             )
         limit = self._factory.max_prompt_tokens if limit == -1 else limit
-        num_final = 0 if prompt.text is None else self.tokenizer.num_final_special_tokens
+        num_final = 0 if prompt.options.get("prompt") is None else self.tokenizer.num_final_special_tokens
         if len(prompt.token_ids) <= limit or limit <= num_final:
             return prompt._replace(token_ids=prompt.token_ids[:limit])
         end = prompt.token_ids[len(prompt.token_ids) - num_final :]
         return prompt._replace(token_ids=prompt.token_ids[: limit - num_final] + end)
 
+    def _marked(self, prompt: _Prompt, params: SamplingParams) -> _Prompt:
+        """With what limits its reasoning, if that is asked for."""
+        if self._chats is None or not isinstance(params, SamplingParams) or params.thinking_token_budget is None:
+            return prompt
+        end = self.tokenizer.decode(prompt.token_ids[-_NUM_END_TOKENS:], skip_special_tokens=False)
+        prompt.options["markup"] = reasoning_markup(self._chats.stage_after(end), self.tokenizer)
+        return prompt
+
     def _read(self, prompt: Any) -> _Prompt:
         content, salt = _content(prompt)
         if isinstance(content, list):
-            return _Prompt(None, content, salt)
-        return _Prompt(content, self.tokenizer.encode(content), salt)
+            return _Prompt(content, {"cache_salt": salt})
+        return _Prompt(self.tokenizer.encode(content), {"cache_salt": salt, "prompt": content})
 
     def _requests(
-        self,
-        prompts: Sequence[_Prompt],
-        params: Sequence[SamplingParams],
-        final_only: bool,
-        options: dict[str, Any],
-        pooling: PoolingParams | None = None,
-        beams: Sequence[BeamSearchParams] | None = None,
+        self, prompts: Sequence[_Prompt], params: Sequence[SamplingParams], options: dict[str, Any], **of_all: Any
     ) -> list[Request]:
-        options = {name: value for name, value in options.items() if name not in _NOT_AVAILABLE_YET or value}
-        for name in options:
-            if name in _NOT_AVAILABLE_YET:
-                raise InvalidRequestError(f"{name} is not available yet; leave it out")
-            if name in _SAMPLING_NAMES:
-                raise InvalidRequestError(f"{name} is a sampling parameter: give SamplingParams({name}=...)")
-            if name not in _OPTIONS:
-                raise InvalidRequestError(unknown_argument("a request", name, (*_OPTIONS, *_CHAT_OPTIONS)))
-        if options.get("request_id") is not None and len(prompts) > 1:
-            raise InvalidRequestError(f"request_id={options['request_id']!r} names one request, not {len(prompts)}")
-        salt = options.pop("cache_salt", None)
-        priority = options.pop("priority", 0)
-        priorities = list(priority) if isinstance(priority, (list, tuple)) else [priority] * len(params)
-        if len(priorities) != len(params):
-            raise InvalidRequestError(
-                f"{len(priorities)} priorities for {len(params)} prompts; give one, or one for each"
-            )
-        each = [
-            {
-                "priority": rank,
-                "cache_salt": salt if prompt.cache_salt is None else prompt.cache_salt,
-                "pooling": pooling,
-                **options,
-            }
-            for prompt, rank in zip(prompts, priorities, strict=True)
-        ]
-        for extras, of_beams in zip(each, beams or (), strict=False):
-            extras["beam_params"] = of_beams
-        calls = list(zip(prompts, params, each, strict=True))
-        for index, (prompt, one, extras) in enumerate(calls):
+        """`options` are the caller's; `of_all` are others, which all of the requests have."""
+        calls = list(zip(prompts, params, _options_of_each(prompts, options, of_all), strict=True))
+        for index, (prompt, one, its_options) in enumerate(calls):
             try:
-                self._factory.check(prompt.token_ids, one, markup=prompt.markup, **extras)
+                self._factory.check(prompt.token_ids, one, its_options)
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"prompt {index}: {error}") if len(calls) > 1 else error from None
-        return [
-            self._factory.make(
-                prompt.token_ids,
-                one,
-                prompt=prompt.text,
-                prompt_logprobs_start=prompt.prompt_logprobs_start,
-                final_only=final_only or one.output_kind is RequestOutputKind.FINAL_ONLY,
-                markup=prompt.markup,
-                **extras,
-            )
-            for prompt, one, extras in calls
-        ]
+        return [self._factory.make(prompt.token_ids, one, its_options) for prompt, one, its_options in calls]
+
+
+def _options_of_each(
+    prompts: Sequence[_Prompt], options: dict[str, Any], of_all: dict[str, Any]
+) -> list[RequestOptions]:
+    """What a prompt brings with it counts more than what the caller gives for all."""
+    options = {name: value for name, value in options.items() if name not in _NOT_AVAILABLE_YET or value}
+    _check_names(options)
+    if options.get("request_id") is not None and len(prompts) > 1:
+        raise InvalidRequestError(f"request_id={options['request_id']!r} names one request, not {len(prompts)}")
+    priority = options.pop("priority", 0)
+    priorities = list(priority) if isinstance(priority, (list, tuple)) else [priority] * len(prompts)
+    if len(priorities) != len(prompts):
+        raise InvalidRequestError(f"{len(priorities)} priorities for {len(prompts)} prompts; give one, or one for each")
+    own = [{name: value for name, value in prompt.options.items() if value is not None} for prompt in prompts]
+    return [
+        RequestOptions(**{"priority": rank, **options, **of_all, **its_own})
+        for rank, its_own in zip(priorities, own, strict=True)
+    ]
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    for name in options:
+        if name in _NOT_AVAILABLE_YET:
+            raise InvalidRequestError(f"{name} is not available yet; leave it out")
+        if name in _SAMPLING_NAMES:
+            raise InvalidRequestError(f"{name} is a sampling parameter: give SamplingParams({name}=...)")
+        if name not in _OPTIONS:
+            raise InvalidRequestError(unknown_argument("a request", name, (*_OPTIONS, *_CHAT_OPTIONS)))
 
 
 def _content(prompt: Any) -> tuple[Any, str | None]:

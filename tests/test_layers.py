@@ -36,6 +36,10 @@ class Rule:
     types_too: bool = True
 
 
+def is_of_same_framework(adapter: str, other: str) -> bool:
+    return adapter.partition(".")[0] == other.partition(".")[0]
+
+
 # What every part of paged_backend may know: settings, results, errors.
 SHARED = tuple(
     f"paged_backend.{name}"
@@ -78,7 +82,10 @@ RULES = (
         forbidden=("paged_kernels", "paged_backend"),
         allowed=("paged_backend.chat", *SHARED, "paged_backend.engine.output_processor.TextDecoder"),
     ),
-    *(Rule(adapter, forbidden=tuple(a for a in ADAPTERS if a != adapter)) for adapter in ADAPTERS),
+    *(
+        Rule(adapter, forbidden=tuple(a for a in ADAPTERS if not is_of_same_framework(a, adapter)))
+        for adapter in ADAPTERS
+    ),
 )
 
 # These see of paged_backend what any user sees: the names that it exports, from wherever they are imported.
@@ -191,6 +198,7 @@ def test_engine_loads_without_torch() -> None:
         ("langchain_paged.chat_models", "import paged_backend.engine.loop"),
         ("langchain_paged.chat_models", "from paged_backend import engine"),
         ("langchain_paged.chat_models", "from llama_index.llms.paged import Paged"),
+        ("llama_index.llms.paged.base", "from langchain_paged import ChatPaged"),
         ("paged_backend.server.app", "from paged_backend.llm import _render"),
         ("paged_backend.cli", "import transformers_paged"),
     ],
@@ -210,6 +218,7 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
         ("paged_backend.server.app", "from paged_backend.server.routes import router"),
         ("paged_backend.cli.serve", "from paged_backend.server.lifecycle import run"),
         ("langchain_paged.chat_models", "import paged_backend"),
+        ("llama_index.embeddings.paged.base", "from llama_index.llms.paged.engine_user import EngineUser"),
         ("langchain_paged.chat_models", "from paged_backend import LLM"),
         ("langchain_paged.chat_models", "from paged_backend.llm import LLM"),
         ("langchain_paged.chat_models", "from langchain_paged.messages import to_openai"),

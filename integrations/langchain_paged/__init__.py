@@ -1,4 +1,4 @@
-"""LangChain chat models on a paged-backend engine in this process.
+"""LangChain models and embeddings on a paged-backend engine in this process.
 
 >>> from langchain_paged import ChatPaged
 >>> ChatPaged(model="demo", max_tokens=30).invoke("Name a colour.").content
@@ -14,5 +14,7 @@ if find_spec("langchain_core") is None:
     raise MissingExtraError("langchain_paged", "langchain")
 
 from langchain_paged.chat_models import ChatPaged
+from langchain_paged.embeddings import PagedEmbeddings
+from langchain_paged.llms import PagedLLM
 
-__all__ = ["ChatPaged"]
+__all__ = ["ChatPaged", "PagedEmbeddings", "PagedLLM"]

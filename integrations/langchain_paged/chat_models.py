@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import RunnableConfig
-from langchain_core.runnables.config import get_config_list, patch_config
-from pydantic import AliasChoices, Field, model_validator
+from langchain_core.runnables import Runnable, RunnableConfig
+from pydantic import model_validator
 
 import paged_backend
-from langchain_paged.call import Call, given_sampling, settings_of_call
+from langchain_paged.call import Chat, given_sampling, settings_of_call
+from langchain_paged.engine_user import EngineUser, with_version
 from langchain_paged.outputs import AsyncChunks
-from langchain_paged.settings import RequestSettings, warn_of_unknown
-from paged_backend import LLM, AsyncStream, EngineConfig, SamplingParams
+from langchain_paged.settings import ChatSettings, unknown_name
+from langchain_paged.structured import parser_of, with_raw
+from langchain_paged.tools import Tool, check_choice, json_schema_of, name_of, to_choice_of, to_tool_choice, to_tools
+from paged_backend import AsyncStream, InvalidRequestError, SamplingParams
+
+_OF_STRUCTURED_OUTPUT = ("schema", "method", "include_raw", "strict")
 
 
-class ChatPaged(RequestSettings, BaseChatModel):
+class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
     """A chat model that runs in this process, on one paged and continuously batched engine per model.
 
     All ChatPaged objects of the same `model` and `engine_kwargs` share an engine, which is made at the first call and
@@ -41,7 +43,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
         model = ChatPaged(model="demo", temperature=0, max_tokens=100)
         ```
 
-        All settings of `RequestSettings` can be given here, to `bind` and to each call. An unknown name is a warning
+        All settings of `ChatSettings` can be given here, to `bind` and to each call. An unknown name is a warning
         here, as LangChain's models are often made from settings of other models, and an error in a call.
 
     Invoke:
@@ -77,53 +79,41 @@ class ChatPaged(RequestSettings, BaseChatModel):
 
         Cancelling the task ends its requests.
 
+    Call tools:
+        ```python
+        answer = model.bind_tools([add], tool_choice="any").invoke("What is 2 + 3?")
+        answer.tool_calls
+        ```
+
+        Forced calls follow the tools' schemas, whatever the model.
+
+    Structured output:
+        ```python
+        model.with_structured_output(Person).invoke("Who wrote Faust?")
+        ```
+
+    Reasoning:
+        What a model thinks before its answer is in `additional_kwargs["reasoning_content"]` and in `content_blocks`,
+        and not in `content`. `chat_template_kwargs={"enable_thinking": False}` switches it off where the template can.
+
     Use an engine of your own, or a model that is loaded already:
         ```python
         ChatPaged(llm=LLM(hf_model, tokenizer))
         ```
     """
 
-    model: str = Field(default="", validation_alias=AliasChoices("model", "model_name"))
-    """`"demo"`, a folder, a `.gguf` file or a hub id. An `LLM` given here is taken as `llm`."""
-    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """How the engine is made: fields of `paged_backend.EngineConfig`, such as `{"kv_cache_memory": "2GiB"}`."""
-    llm: LLM | None = Field(default=None, exclude=True, repr=False)
-    """An engine to use instead of the shared one. It answers for its own name: a copy or a call with another `model`
-    uses the shared engine of that model."""
     streaming: bool | None = None
     """True: `invoke` streams for the callbacks' sake; False: `stream` does not stream."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_arguments(cls, values: dict[str, Any]) -> dict[str, Any]:
-        warn_of_unknown(cls, values)
-        spelling = "model" if "model" in values else "model_name"
-        model, llm = values.get(spelling), values.get("llm")
-        if isinstance(model, LLM):
-            model, llm = None, model
-        if model is None and isinstance(llm, LLM):
-            model = llm.model_name
-        if isinstance(model, os.PathLike):
-            model = os.fspath(model)
-        if not isinstance(model, str) or not model:
-            raise ValueError(
-                "model must be a name or a path; for a loaded model give llm=LLM(model, tokenizer) instead"
-            )
-        return {**values, spelling: model, "llm": llm}
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
         """Raise now what would be raised at the first call."""
-        EngineConfig(**self.engine_kwargs)
         SamplingParams(**{"max_tokens": None} | given_sampling(settings_of_call(self, None, {})))
         return self
 
     @model_validator(mode="after")
     def _set_paged_version(self) -> Self:
-        """Beside LangChain's own in the traces."""
-        metadata = self.metadata or {}
-        versions = {**metadata.get("lc_versions", {}), "paged-backend": paged_backend.__version__}
-        self.metadata = {**metadata, "lc_versions": versions}
+        self.metadata = with_version(self.metadata, paged_backend.__version__)
         return self
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -137,8 +127,50 @@ class ChatPaged(RequestSettings, BaseChatModel):
         if not messages:
             return 0
         call = self._call(messages, None, {"tools": tools})
-        tokenizer = self._engine(self.model).tokenizer
-        return len(tokenizer.encode_chat(tokenizer.render_chat(call.messages, **call.template_options)))
+        return len(self._engine(self.model).encode_chat(call.messages, **call.prompt_options))
+
+    def bind_tools(
+        self,
+        tools: Sequence[Tool],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """A model that may call these tools: functions, classes, `BaseTool`s or OpenAI's definitions.
+
+        `tool_choice`: None or `"auto"` leaves it to the model, `"none"` forbids calls, `"any"`, `"required"` or True
+        forces at least one, and a name, or OpenAI's mapping with one, forces that tool. Forced calls follow the tool's
+        schema, as do all calls with `strict=True`. `parallel_tool_calls=False` allows one call per answer.
+        """
+        definitions, choice = to_tools(tools, strict), to_tool_choice(tool_choice)
+        check_choice(choice, definitions)
+        given = {"tool_choice": choice, "parallel_tool_calls": parallel_tool_calls}
+        given = {name: value for name, value in given.items() if value is not None}
+        return self.bind(tools=definitions, **given, **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """A model whose answer is an object of `schema`: a pydantic class of either version, a TypedDict, a JSON schema
+        or an OpenAI function. The last three give a `dict`.
+
+        `json_schema` lets the model write nothing but JSON of that schema, `function_calling` forces a call of it,
+        `json_mode` forces some JSON object, whose form the prompt must ask for. An answer that is cut off raises
+        OutputParserException. With `include_raw`, the result is a `dict` of `raw`, `parsed` and `parsing_error`.
+        """
+        if kwargs:
+            raise InvalidRequestError(unknown_name("with_structured_output", next(iter(kwargs)), _OF_STRUCTURED_OUTPUT))
+        model = self._bind_schema(schema, method, strict)
+        parser = parser_of(schema, of_calls=method == "function_calling")
+        return with_raw(model, parser) if include_raw else model | parser
 
     def batch(
         self,
@@ -173,7 +205,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
     ) -> ChatResult:
         call = self._call(messages, stop, kwargs)
         llm = self._engine(call.model)
-        return call.result(llm.chat(call.messages, call.sampling_params(llm), use_tqdm=False, **call.options))
+        return call.chat_result(llm.chat(call.messages, call.sampling_params(llm), use_tqdm=False, **call.chat_options))
 
     async def _agenerate(
         self,
@@ -184,7 +216,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
     ) -> ChatResult:
         call = self._call(messages, stop, kwargs)
         llm = await self._aengine(call.model)
-        return call.result(await llm.achat(call.messages, call.sampling_params(llm), **call.options))
+        return call.chat_result(await llm.achat(call.messages, call.sampling_params(llm), **call.chat_options))
 
     def _stream(
         self,
@@ -195,12 +227,11 @@ class ChatPaged(RequestSettings, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         # LangChain itself reports each chunk to the callbacks: reporting it here too would count it twice.
         call = self._call(messages, stop, kwargs)
-        writer = call.chunk_writer()
+        writer = call.message_writer(as_blocks=self.output_version == "v1")
         llm = self._engine(call.model)
-        with llm.stream_chat(call.messages, call.sampling_params(llm), **call.options) as outputs:
+        with llm.stream_chat(call.messages, call.sampling_params(llm), **call.chat_options) as outputs:
             for output in outputs:
-                if (chunk := writer.write(output)) is not None:
-                    yield chunk
+                yield from writer.write(output)
 
     def _astream(
         self,
@@ -213,9 +244,25 @@ class ChatPaged(RequestSettings, BaseChatModel):
 
         async def start() -> AsyncStream:
             llm = await self._aengine(call.model)
-            return llm.astream_chat(call.messages, call.sampling_params(llm), **call.options)
+            return llm.astream_chat(call.messages, call.sampling_params(llm), **call.chat_options)
 
-        return AsyncChunks(start, call.chunk_writer())
+        return AsyncChunks(start, call.message_writer(as_blocks=self.output_version == "v1"))
+
+    def _bind_schema(self, schema: Any, method: str, strict: bool | None) -> Runnable[LanguageModelInput, AIMessage]:
+        traced = {"ls_structured_output_format": {"kwargs": {"method": method, "strict": strict}, "schema": schema}}
+        if method == "json_mode":
+            return self.bind(response_format={"type": "json_object"}, **(traced if schema is not None else {}))
+        if schema is None:
+            raise InvalidRequestError(f"method={method!r} needs a schema; method='json_mode' does not")
+        if method == "json_schema":
+            json_schema = {"name": name_of(schema), "schema": json_schema_of(schema), "strict": True}
+            return self.bind(response_format={"type": "json_schema", "json_schema": json_schema}, **traced)
+        if method == "function_calling":
+            name = to_tools([schema])[0]["function"]["name"]
+            return self.bind_tools(
+                [schema], tool_choice=to_choice_of(name), strict=strict, parallel_tool_calls=False, **traced
+            )
+        raise InvalidRequestError(f"method={method!r} must be one of 'json_schema', 'function_calling', 'json_mode'")
 
     @property
     def _llm_type(self) -> str:
@@ -228,10 +275,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
         # LangChain puts the call's stop under `stop`, also if there is none, and would hide the field's.
         settings["stop_sequences"] = settings.pop("stop")
         given = {name: value for name, value in settings.items() if value is not None}
-        if self.llm is not None:
-            # Models that were loaded by hand may share a name.
-            given["llm"] = self.llm.instance_id
-        return {"model": self.model, "engine_kwargs": _differences_from_default(self._engine_config), **given}
+        return {**self._engine_identity, **given}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         own = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -246,9 +290,11 @@ class ChatPaged(RequestSettings, BaseChatModel):
             audio_inputs=False,
             video_inputs=False,
             text_outputs=True,
-            reasoning_output=False,
-            tool_calling=False,
-            structured_output=False,
+            tool_calling=True,
+            tool_choice=True,
+            tool_call_streaming=True,
+            structured_output=True,
+            open_weights=True,
         )
         own = self._own_engine(self.model)
         limit = self._engine_config.max_model_len if own is None else own.max_model_len
@@ -256,52 +302,7 @@ class ChatPaged(RequestSettings, BaseChatModel):
             profile["max_input_tokens"] = limit
         return profile
 
-    def __getstate__(self) -> dict[Any, Any]:
-        if self.llm is not None:
-            raise TypeError(
-                "a ChatPaged with llm=... cannot be pickled, since an engine lives in one process; with model=... and "
-                "engine_kwargs=... it can, and finds its engine, or loads it, where it is used"
-            )
-        return super().__getstate__()
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """Copies share the engine."""
-        memo = {} if memo is None else memo
-        memo[id(self.llm)] = self.llm
-        return super().__deepcopy__(memo)
-
-    @property
-    def _engine_config(self) -> EngineConfig:
-        own = self._own_engine(self.model)
-        return EngineConfig(**self.engine_kwargs) if own is None else own.config
-
-    def _own_engine(self, model: str) -> LLM | None:
-        return self.llm if self.llm is not None and self.llm.model_name == model else None
-
-    def _engine(self, model: str) -> LLM:
-        return self._own_engine(model) or LLM.shared(model, **self.engine_kwargs)
-
-    async def _aengine(self, model: str) -> LLM:
-        return self._own_engine(model) or await LLM.ashared(model, **self.engine_kwargs)
-
-    def _call(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Call:
+    def _call(self, messages: list[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]) -> Chat:
         # `stream` has done its work in LangChain.
         settings = {name: value for name, value in kwargs.items() if name not in ("model", "stream")}
-        return Call.of(self, kwargs.get("model") or self.model, messages, stop, settings)
-
-    def _all_at_once(
-        self, config: RunnableConfig | Sequence[RunnableConfig] | None, num_inputs: int
-    ) -> list[RunnableConfig]:
-        """One config for each input. LangChain starts few threads, since it takes them for workers; ours only wait."""
-        most = min(num_inputs, self._engine_config.max_num_seqs)
-        return [
-            one if one.get("max_concurrency") is not None else patch_config(one, max_concurrency=most)
-            for one in get_config_list(config, num_inputs)
-        ]
-
-
-def _differences_from_default(config: EngineConfig) -> dict[str, Any]:
-    """The engine settings that somebody chose, always in the same order."""
-    default = EngineConfig()
-    names = [field.name for field in dataclasses.fields(config)]
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+        return Chat.of(self, kwargs.get("model") or self.model, messages, stop, settings)

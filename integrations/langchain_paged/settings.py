@@ -30,7 +30,7 @@ class RequestSettings(BaseModel):
     seed: int | None = None
     """With a seed, the answer does not depend on what else the engine is doing."""
     n: int | None = None
-    """Answers per conversation. `generate` returns them all, `invoke` the first; more than one cannot be streamed."""
+    """Answers per prompt. `generate` returns them all, `invoke` the first; more than one cannot be streamed."""
     top_p: float | None = None
     """(0, 1]: sample among the fewest tokens whose probabilities add up to this."""
     top_k: int | None = None
@@ -50,15 +50,25 @@ class RequestSettings(BaseModel):
     ignore_eos: bool | None = None
     """True: generate past the model's end tokens."""
     logprobs: bool | None = None
-    """True: `response_metadata["logprobs"]` has each token's log-probability, in OpenAI's form."""
+    """True: the answer's metadata has each token's log-probability under `logprobs`, in OpenAI's form."""
     top_logprobs: int | None = None
     """As many of the most likely tokens are listed with each token; implies `logprobs`."""
+    structured_outputs: Any = None
+    """What the text must match from its first to its last character: a `paged_backend.StructuredOutputsParams`, or its
+    fields, such as `{"regex": "[0-9]+"}`, `{"choice": ["yes", "no"]}` or `{"json": schema}`."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning, for models that reason; the answer is then begun."""
     timeout: float | None = None
     """Seconds until the request is given up with a TimeoutError."""
     priority: int | None = None
     """Lower is served first; None is 0."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+
+
+class ChatSettings(RequestSettings):
+    """How one answer of a chat is given; see `RequestSettings` for what None means."""
+
     chat_template: str | None = None
     """A Jinja template instead of the model's own."""
     chat_template_kwargs: dict[str, Any] | None = None

@@ -150,6 +150,9 @@ class Source:
     def _num_held(self, markers: Sequence[str]) -> int:
         """The length of the longest end of the text that some marker starts with."""
         longest = min(max(map(len, markers), default=1) - 1, len(self._text) - self._position)
+        last = self._text[len(self._text) - longest :] if longest > 0 else ""
+        if not any(marker[0] in last for marker in markers):
+            return 0
         for length in range(longest, 0, -1):
             tail = self._text[-length:]
             if any(marker.startswith(tail) for marker in markers):

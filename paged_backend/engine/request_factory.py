@@ -15,7 +15,7 @@ from paged_backend.engine.request import NO_MARKUP, Markup, Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import is_finite
 from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
-from paged_backend.sampling_params import SamplingParams
+from paged_backend.sampling_params import RequestOutputKind, SamplingParams
 from paged_backend.structured_outputs import StructuredOutputsParams
 
 EncodeWord = Callable[[str], tuple[tuple[int, ...], ...]]
@@ -44,6 +44,28 @@ class Limits:
     def max_len(self) -> int:
         """Most tokens of a prompt and its output together."""
         return min(self.max_model_len, self.num_slots)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What a request is besides its prompt and its sampling parameters; `Request` says what these are."""
+
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout: float | None = None
+    """In seconds."""
+    prompt: str | None = None
+    final_only: bool = False
+    markup: Markup = NO_MARKUP
+    beam_params: BeamSearchParams | None = None
+    prompt_logprobs_start: int = 1
+    pooling: PoolingParams | None = None
+
+
+_PASSED_ON = tuple(
+    field.name for field in dataclasses.fields(RequestOptions) if field.name not in ("request_id", "timeout")
+)
 
 
 class RequestFactory:
@@ -79,72 +101,36 @@ class RequestFactory:
             raise InvalidRequestError("this engine's runner gives no embeddings")
         return self._limits.embedding.params(pooling, normalize, dimensions)
 
-    def check(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout: float | None = None,
-        pooling: PoolingParams | None = None,
-        beam_params: BeamSearchParams | None = None,
-        markup: Markup = NO_MARKUP,
-    ) -> None:
+    def check(self, prompt_token_ids: list[int], params: SamplingParams, options: RequestOptions) -> None:
         """Raises InvalidRequestError for what can never be served."""
-        if pooling is None:
+        if options.pooling is None:
             self.check_generates()
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
         max_tokens = self._max_tokens(len(prompt_token_ids), params)
-        if beam_params is not None:
-            self._check_beams(len(prompt_token_ids), max_tokens, beam_params.beam_width)
-        if params.thinking_token_budget is not None and not markup.knows_reasoning:
-            raise InvalidRequestError(
-                f"thinking_token_budget={params.thinking_token_budget} needs a model with a reasoning format, and none "
-                "was found in this one's chat template; name it with reasoning_parser=..., or leave the budget out"
-            )
-        self._grammar(params, markup)
-        _check_extras(request_id, priority, cache_salt, timeout)
+        if options.beam_params is not None:
+            self._check_beams(len(prompt_token_ids), max_tokens, options.beam_params.beam_width)
+        _check_thinking_budget(params, options.markup)
+        self._grammar(params, options.markup)
+        _check_options(options)
 
-    def make(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        *,
-        prompt: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout: float | None = None,
-        beam_params: BeamSearchParams | None = None,
-        prompt_logprobs_start: int = 1,
-        pooling: PoolingParams | None = None,
-        final_only: bool = False,
-        markup: Markup = NO_MARKUP,
-    ) -> Request:
+    def make(self, prompt_token_ids: list[int], params: SamplingParams, options: RequestOptions) -> Request:
         """Of what `check` has passed."""
         request = Request(
-            request_id=request_id or uuid.uuid4().hex,
+            request_id=options.request_id or uuid.uuid4().hex,
             prompt_token_ids=list(prompt_token_ids),
             params=params,
             max_tokens=self._max_tokens(len(prompt_token_ids), params),
             seed=self._draw_seed() if params.seed is None else params.seed,
-            prompt=prompt,
             eos_token_ids=self._limits.eos_token_ids,
             bad_words_token_ids=self._bad_words(params),
-            markup=markup,
-            grammar=self._grammar(params, markup),
-            priority=priority,
-            cache_salt=cache_salt,
-            beam_params=beam_params,
-            prompt_logprobs_start=prompt_logprobs_start,
-            final_only=final_only,
-            pooling=pooling,
+            grammar=self._grammar(params, options.markup),
+            **{name: getattr(options, name) for name in _PASSED_ON},
         )
-        if timeout is not None:
-            request.deadline = time.monotonic() + timeout
+        if options.timeout is not None:
+            request.deadline = time.monotonic() + options.timeout
+        if params.output_kind is RequestOutputKind.FINAL_ONLY:
+            request.final_only = True  # its text is decoded once, at its end
         return request
 
     def _draw_seed(self) -> int:
@@ -228,15 +214,23 @@ class RequestFactory:
         return self._compile_grammar(params.structured_outputs, markup.reasoning_grammar)
 
 
-def _check_extras(request_id: object, priority: object, cache_salt: object, timeout: object) -> None:
-    if request_id is not None and (not isinstance(request_id, str) or not request_id):
-        raise InvalidRequestError(f"request_id={request_id!r} must be a string that is not empty")
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidRequestError(f"priority={priority!r} must be an integer; lower is served first")
-    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise InvalidRequestError(f"cache_salt={cache_salt!r} must be a string that is not empty")
-    if timeout is not None and not _is_timeout(timeout):
-        raise InvalidRequestError(f"timeout={timeout!r} must be a number of seconds > 0")
+def _check_thinking_budget(params: SamplingParams, markup: Markup) -> None:
+    if params.thinking_token_budget is not None and not markup.knows_reasoning:
+        raise InvalidRequestError(
+            f"thinking_token_budget={params.thinking_token_budget} needs a model with a reasoning format, and none "
+            "was found in this one's chat template; name it with reasoning_parser=..., or leave the budget out"
+        )
+
+
+def _check_options(options: RequestOptions) -> None:
+    if options.request_id is not None and (not isinstance(options.request_id, str) or not options.request_id):
+        raise InvalidRequestError(f"request_id={options.request_id!r} must be a string that is not empty")
+    if isinstance(options.priority, bool) or not isinstance(options.priority, int):
+        raise InvalidRequestError(f"priority={options.priority!r} must be an integer; lower is served first")
+    if options.cache_salt is not None and (not isinstance(options.cache_salt, str) or not options.cache_salt):
+        raise InvalidRequestError(f"cache_salt={options.cache_salt!r} must be a string that is not empty")
+    if options.timeout is not None and not _is_timeout(options.timeout):
+        raise InvalidRequestError(f"timeout={options.timeout!r} must be a number of seconds > 0")
 
 
 def _is_timeout(timeout: object) -> bool:

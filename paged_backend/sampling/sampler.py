@@ -58,8 +58,8 @@ class Sampler:
     A token is a function of the sequence's parameters, tokens and seed and of its row of logits alone: nothing that
     the other rows of the batch are or ask for changes it, in any bit. Order of operations: raw log-probabilities,
     float32, grammar, allowed ids, bad words, `min_tokens` and `logit_bias`, penalties, the caller's logits processors,
-    temperature, `min_p`, `top_k`, `top_p`, draw. A grammar holds whatever the caller's processors do.
-    The end of the reasoning, once its budget is spent, is forced whatever these say.
+    temperature, `min_p`, `top_k`, `top_p`, draw. A grammar holds whatever the caller's processors do, and the end of
+    the reasoning, once its budget is spent, is forced whatever all of these say.
 
     Where these ban every token of a row, the most likely one that its grammar allows is taken; without a grammar, the
     lowest of its `allowed_token_ids`, or else token 0.
@@ -84,6 +84,7 @@ class Sampler:
         grammars.mask(logits)
         constrained = self._process(logits, sequences)
         errors = self._run_processors(logits, sequences, grammars)
+        self._force(logits, sequences)
         tokens = choose(logits, sequences)
         if constrained:
             _replace_banned(tokens, logits, constrained)
@@ -134,7 +135,6 @@ class Sampler:
         """Applies constraints and penalties in place; returns the rows that have constraints."""
         constrained: list[ConstrainedRow] = []
         penalised: list[PenalisedRow] = []
-        forced: dict[int, int] = {}
         for row, sequence in enumerate(sequences):
             state = self._state(sequence)
             if state.constraints or (state.matcher is not None and state.processors is not None):
@@ -145,15 +145,19 @@ class Sampler:
             if state.counts is not None:
                 state.counts.catch_up(sequence.token_ids, sequence.num_prompt_tokens)
                 penalised.append(PenalisedRow(row, state.counts, sequence.request.params))
-            if state.thinking is not None and (token_id := state.thinking.next_token(sequence.token_ids)) is not None:
-                forced[row] = token_id
         if constrained:
             apply_constraints(logits, constrained)
         if penalised:
             apply_penalties(logits, penalised)
+        return constrained
+
+    def _force(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
+        """Where enough was thought, the end of the reasoning comes next."""
+        states = ((row, self._state(sequence).thinking, sequence) for row, sequence in enumerate(sequences))
+        tokens = {row: budget.next_token(sequence.token_ids) for row, budget, sequence in states if budget is not None}
+        forced = {row: token_id for row, token_id in tokens.items() if token_id is not None}
         if forced:
             force_tokens(logits, forced)
-        return constrained
 
     def _run_processors(
         self, logits: torch.Tensor, sequences: list[Sequence], grammars: GrammarRows

@@ -1,0 +1,59 @@
+"""A tiny model with and without the engine: what a call gives on both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import transformers_paged
+from helpers_models import EOS, make_tokenizer
+from paged_backend import LLM
+
+ENGINE: dict[str, Any] = {"kv_cache_memory": "16MiB", "block_size": 4}
+TEXTS = ("Once upon a time", "a", "How do you do, my friend?")
+
+
+@contextlib.contextmanager
+def on_engine(model: PreTrainedModel, **options: Any) -> Iterator[PreTrainedModel]:
+    """What the engine cannot do is an error in here, unless asked otherwise."""
+    with transformers_paged.enable(model, **{"on_unsupported": "error"} | ENGINE | options):
+        yield model
+
+
+def engine_of(model: PreTrainedModel) -> LLM:
+    paged = transformers_paged.model.enabled(model)
+    assert paged is not None
+    return paged.llm
+
+
+def own_generate(model: PreTrainedModel, **arguments: Any) -> Any:
+    """Transformers' `generate`, whether the model is enabled or not."""
+    return type(model).generate(model, **arguments)
+
+
+def encoded(texts: Sequence[str] = TEXTS, side: str = "left") -> dict[str, Tensor]:
+    """Ids and mask, padded with the end token."""
+    tokenizer = make_tokenizer()
+    tokenizer.padding_side = side
+    return dict(tokenizer(list(texts), return_tensors="pt", padding=True))
+
+
+def new_ids(output: Tensor, num_prompt_tokens: int) -> list[list[int]]:
+    """What was generated in each row, without the padding after its end token."""
+    rows = output[:, num_prompt_tokens:].tolist()
+    return [row[: row.index(EOS) + 1] if EOS in row else row for row in rows]
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)
+
+
+def cases(names: Iterable[str], *, everyday: str) -> list[Any]:
+    """Parameters for `parametrize`, of which the everyday run takes those named, and CI all."""
+    return [pytest.param(name, marks=[] if name in everyday.split(", ") else pytest.mark.slow) for name in names]
