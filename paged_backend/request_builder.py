@@ -99,6 +99,15 @@ class RequestBuilder:
         params = [constrained(one, chat, tokenizer) for one, chat in zip(params, chats, strict=True)]
         return self._requests(prompts, params, options, final_only=final_only)
 
+    def chat_token_ids(self, messages: Any, **options: Any) -> list[int]:
+        """The prompt of one chat, however long."""
+        for name in options:
+            if name not in _CHAT_OPTIONS:
+                raise InvalidRequestError(unknown_argument("the prompt of a chat", name, _CHAT_OPTIONS))
+        tokenizer = self.tokenizer
+        assert self._chats is not None
+        return tokenizer.encode_chat(self._chats.prepare(messages, ChatOptions(**options)).text)
+
     def beams(self, prompts: Any, params: Any, **options: Any) -> list[Request]:
         prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
         beams = [params] * len(prompts) if isinstance(params, BeamSearchParams) else params

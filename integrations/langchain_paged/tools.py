@@ -19,6 +19,7 @@ from paged_backend import CompletionOutput, InvalidRequestError, StructuredOutpu
 Tool = dict[str, Any] | type | Callable[..., Any] | BaseTool
 
 _REQUIRED = ("any", "required", True)
+_FIRST_BLOCK = 1000
 # After one of these, no JSON that was broken off can be completed: a bracket that fits nothing, outside of strings.
 _MISFITS = ("]", "}", '"]', '"}', '""]', '""}')
 
@@ -143,9 +144,8 @@ class CallPieces:
     def _piece(self, index: int, name: str | None, arguments: str, id_: str | None) -> ToolCallChunk:
         self._arguments[index] = self._arguments.get(index, "") + arguments
         # Among content blocks, LangChain gives text the indices from 0 on, and would mix it with calls of the same.
-        return tool_call_chunk(
-            name=name, args=arguments, id=id_, index=f"lc_call_{index}" if self._as_blocks else index
-        )
+        first = _FIRST_BLOCK if self._as_blocks else 0
+        return tool_call_chunk(name=name, args=arguments, id=id_, index=first + index)
 
     def _taken_back(self, call: paged_backend.InvalidToolCall) -> list[ToolCallChunk]:
         if call.index in self._arguments:
