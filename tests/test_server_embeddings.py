@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import struct
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from helpers_server import ServerUnderTest, answered, make_chat_tokenizer, make_
 from paged_backend import LLM, EmbeddingSupport, EncoderBackend
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.server.app import create_app
+from paged_backend.server.batch import answer_line, has_failed, parse_line
 from paged_backend.server.serving import Serving
 from paged_backend.server.settings import ServerSettings
 
@@ -110,6 +112,14 @@ async def test_documents_come_best_first(server: ServerUnderTest) -> None:
     assert results[0]["relevance_score"] > results[1]["relevance_score"]
     without = answered(await post(server, "/rerank", **body, return_documents=False))["results"]
     assert [item["document"] for item in without] == [None, None]
+
+
+async def test_a_line_of_a_batch_may_ask_for_vectors(server: ServerUnderTest) -> None:
+    text = json.dumps({"custom_id": "1", "url": "/v1/embeddings", "body": {"input": ["ab"]}})
+    record = await answer_line(server.serving, parse_line(1, text, ()))
+    assert record["response"]["body"]["data"][0]["embedding"] == [97, 98]
+    text = json.dumps({"custom_id": "2", "url": "/v1/completions", "body": {"prompt": "ab"}})
+    assert has_failed(await answer_line(server.serving, parse_line(2, text, ())))
 
 
 def test_openais_sdk_reads_the_vectors(server: ServerUnderTest) -> None:

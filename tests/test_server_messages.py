@@ -86,6 +86,13 @@ def test_thoughts_may_be_left_out(server: ServerUnderTest, client: anthropic.Ant
         assert [block.type for block in one.content] == ["text"]
 
 
+def test_tokens_are_counted_as_they_will_be_used(client: anthropic.Anthropic) -> None:
+    body: dict[str, Any] = {"model": "fake", "messages": HI, "tools": [TOOL], "system": "be brief"}
+    usage = client.messages.create(**body, max_tokens=5).usage
+    counted = client.messages.count_tokens(**body).input_tokens
+    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0) > 100
+
+
 def test_results_go_back_to_the_model(server: ServerUnderTest, client: anthropic.Anthropic) -> None:
     say(server, CALLS)
     first = client.messages.create(model="fake", max_tokens=500, messages=HI, tools=[TOOL])  # type: ignore[list-item]
@@ -151,5 +158,7 @@ async def test_a_begun_answer_is_gone_on_with(server: ServerUnderTest) -> None:
                 json={"messages": messages, "max_tokens": 5, "continue_final_message": True},
             )
         )
+        counted = answered(await client.post(f"{PATH}/count_tokens", json={"messages": messages}))
     usage = reply["usage"]
+    assert counted == {"input_tokens": same["usage"]["prompt_tokens"]}
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == same["usage"]["prompt_tokens"]

@@ -63,6 +63,11 @@ async def test_calls_are_no_text(server: ServerUnderTest) -> None:
     assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
+async def test_tools_count_in_the_prompt(server: ServerUnderTest) -> None:
+    tokens = (await server.post("/tokenize", messages=[user("hi")], tools=[WEATHER])).json()["tokens"]
+    assert (await server.chat("hi", tools=[WEATHER], return_token_ids=True))["prompt_token_ids"] == tokens
+
+
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_streams_pieces_join_to_the_calls(server: ServerUnderTest, n: int) -> None:
     chunks = await server.chunks(PATH, messages=[user("hi")], tools=[WEATHER], n=n)

@@ -20,6 +20,7 @@ from paged_backend.server.middleware import CountRequests, LimitBody, RequireKey
 from paged_backend.server.protocol import (
     ChatRequest,
     CompletionRequest,
+    CountTokensRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     GenerationBody,
@@ -34,6 +35,7 @@ from paged_backend.server.replies import (
     TYPED_ERRORS,
     ChatReply,
     CompletionReply,
+    CountReply,
     DetokenizeReply,
     EmbeddingReply,
     MessageReply,
@@ -99,6 +101,10 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
             return JSONReply(await messages.message(serving, body))
 
         return await _counted(serving, request, work())
+
+    @app.post("/v1/messages/count_tokens", response_class=JSONReply, response_model=CountReply, responses=TYPED_ERRORS)
+    async def count_tokens(body: CountTokensRequest) -> Response:
+        return JSONReply(await messages.count_tokens(serving, body))
 
     @app.post("/v1/embeddings", response_class=JSONReply, response_model=EmbeddingReply)
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:

@@ -9,7 +9,13 @@ from typing import Any
 
 from paged_backend import CompletionOutput, InvalidRequestError, RequestHandle, RequestOutput, ToolCall
 from paged_backend.server.chat import submit
-from paged_backend.server.protocol import AnthropicMessage, AnthropicTool, ChatRequest, MessagesRequest
+from paged_backend.server.protocol import (
+    AnthropicMessage,
+    AnthropicTool,
+    ChatRequest,
+    CountTokensRequest,
+    MessagesRequest,
+)
 from paged_backend.server.serving import Serving
 from paged_backend.server.streaming import Event, outputs_of, result_of
 
@@ -38,6 +44,21 @@ async def stream_message(serving: Serving, body: MessagesRequest) -> AsyncGenera
     """The answer in events; what can be refused is refused before the first. Closing them aborts it."""
     handle = await submit(serving, as_chat(body))
     return _events(handle, serving, _head(serving, body), _Blocks(shows_thinking=_shows_thinking(body)))
+
+
+async def count_tokens(serving: Serving, body: CountTokensRequest) -> dict[str, int]:
+    """How long the prompt of such a message is."""
+    serving.check_model(body.model)
+    wish = as_chat(MessagesRequest(**body.model_dump(exclude_none=True), max_tokens=1))
+    token_ids = await serving.prepare(
+        serving.llm.encode_chat,
+        wish.messages,
+        tools=wish.tools,
+        tool_choice=wish.tool_choice,
+        add_generation_prompt=wish.add_generation_prompt,
+        continue_final_message=wish.continue_final_message,
+    )
+    return {"input_tokens": len(token_ids)}
 
 
 async def _events(

@@ -216,19 +216,22 @@ class AnthropicMessage(Body):
     content: str | list[dict[str, Any]]
 
 
-class MessagesRequest(Body):
+class CountTokensRequest(Body):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
-    max_tokens: int
     system: str | list[dict[str, Any]] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int
     stream: bool = False
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    tools: list[AnthropicTool] | None = None
-    tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
     metadata: dict[str, Any] | None = None
     """Labels, which change nothing."""
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -281,8 +284,9 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    """Absent: as for generation, where prompts get them and chats have those of their template."""
+    """Absent: as for generation, where prompts get them. Chats have those of their template."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -292,6 +296,8 @@ class TokenizeRequest(Body):
     def _check_one_of(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise refused("prompt", "or messages must be given, and not both")
+        if self.messages is not None and self.add_special_tokens:
+            raise refused("add_special_tokens", "does not go with messages, whose template has them")
         return self
 
 

@@ -102,6 +102,10 @@ class MessageReply(BaseModel):
     usage: dict[str, int]
 
 
+class CountReply(BaseModel):
+    input_tokens: int
+
+
 class TypedErrorReply(BaseModel):
     type: Literal["error"]
     error: dict[str, str]

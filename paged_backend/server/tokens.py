@@ -32,13 +32,13 @@ def _token_ids(llm: LLM, body: TokenizeRequest) -> list[int]:
     if body.prompt is not None:
         return llm.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     assert body.messages is not None
-    rendered = llm.tokenizer.render_chat(
+    return llm.encode_chat(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=checked_template_kwargs(llm, body.chat_template_kwargs),
+        tools=body.tools,
     )
-    return llm.tokenizer.encode(rendered, add_special_tokens=body.add_special_tokens is True)
 
 
 def _text(llm: LLM, token_ids: list[int]) -> str:
