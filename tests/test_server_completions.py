@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from helpers_server import FIRST_HALF, PARIS, SECOND_HALF, ServerUnderTest, make_server, refusal
+from paged_backend.engine.outbox import Outbox
 
 PATH = "/v1/completions"
 
@@ -77,6 +79,18 @@ async def test_echo_goes_with_any_max_tokens_and_logprobs(
         assert "".join(lists["tokens"]) == choice["text"]
         assert all(token in top for token, top in zip(lists["tokens"][1:], lists["top_logprobs"][1:], strict=True))
     assert joined(await server.chunks(PATH, **body)) == joined([reply])
+
+
+async def test_every_sample_of_a_stream_echoes_the_prompts_logprobs(
+    server: ServerUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if their first tokens are read one after another."""
+    put = Outbox.put
+    monkeypatch.setattr(Outbox, "put", lambda *args, **kwargs: (put(*args, **kwargs), time.sleep(0.02)))
+    body = {"prompt": "hey", "echo": True, "max_tokens": 2, "logprobs": 1, "n": 2}
+    chunks = await server.chunks(PATH, **body)
+    assert len(chunks) > 2
+    assert joined(chunks) == joined([await server.complete(**body)])
 
 
 async def test_without_echo_no_tokens_are_an_empty_text(server: ServerUnderTest) -> None:

@@ -67,6 +67,8 @@ class _Reply:
         self._spelling = Spelling(llm, as_ids=body.return_tokens_as_token_ids)
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._is_begun: set[int] = set()
+        self._prompt_logprobs: dict[int, list[Any]] = {}
+        """By prompt; a stream tells them once, however many samples echo them."""
 
     def head(self) -> dict[str, Any]:
         return {"object": "text_completion", **self._head}
@@ -77,10 +79,12 @@ class _Reply:
         is_first = index not in self._is_begun
         self._is_begun.add(index)
         is_echo = body.echo and is_first
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_index] = _positions(output.prompt_logprobs)
         choice: dict[str, Any] = {
             "index": index,
             "text": (self._echoes[prompt_index] if is_echo else "") + part.text,
-            "logprobs": None if body.logprobs is None else self._choice_logprobs(index, output, part, is_echo),
+            "logprobs": None if body.logprobs is None else self._choice_logprobs(prompt_index, output, part, is_echo),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
@@ -88,16 +92,17 @@ class _Reply:
             choice["token_ids"] = part.token_ids
             choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
         if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_reply(_positions(output.prompt_logprobs))
+            choice["prompt_logprobs"] = prompt_logprobs_reply(self._prompt_logprobs[prompt_index])
         return choice
 
     def _choice_logprobs(
-        self, index: int, output: RequestOutput, part: CompletionOutput, is_echo: bool
+        self, prompt_index: int, output: RequestOutput, part: CompletionOutput, is_echo: bool
     ) -> dict[str, Any]:
+        index = prompt_index * self._body.n + part.index
         token_ids, positions = list(part.token_ids), _positions(part.logprobs)
         if is_echo:
             token_ids = output.prompt_token_ids + token_ids
-            positions = _positions(output.prompt_logprobs) + positions
+            positions = self._prompt_logprobs[prompt_index] + positions
         if index not in self._logprobs:
             assert self._body.logprobs is not None
             self._logprobs[index] = CompletionLogprobs(self._body.logprobs, self._spelling)
