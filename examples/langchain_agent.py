@@ -17,6 +17,7 @@ from langchain_paged import ChatPaged
 
 WEATHER = {"Oslo": "4 degrees and snow", "Rome": "22 degrees and sun"}
 PLAN = ["find_city", "get_weather", "none"]
+SENTENCE = {"regex": r"[A-Z][A-Za-z0-9 ,']{10,150}[.]"}  # lest the model writes a third call as text
 
 
 @tool
@@ -36,7 +37,8 @@ class FollowThePlan(AgentMiddleware):
 
     def wrap_model_call(self, request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
         num_results = sum(isinstance(message, ToolMessage) for message in request.messages)
-        return handler(request.override(tool_choice=PLAN[num_results], model_settings={"parallel_tool_calls": False}))
+        settings = {"structured_outputs": SENTENCE} if PLAN[num_results] == "none" else {"parallel_tool_calls": False}
+        return handler(request.override(tool_choice=PLAN[num_results], model_settings=settings))
 
 
 def main() -> None:

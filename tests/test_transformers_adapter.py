@@ -116,6 +116,7 @@ def test_rows_padded_on_the_right_give_what_each_gives_alone(llama: PreTrainedMo
         assert same(output[:, :length], inputs["input_ids"])
 
 
+@pytest.mark.slow
 def test_ids_alone_and_a_mask_with_holes_are_understood_as_by_transformers(llama: PreTrainedModel) -> None:
     inputs = encoded()
     holes = {**inputs, "attention_mask": inputs["attention_mask"].clone()}
@@ -127,6 +128,7 @@ def test_ids_alone_and_a_mask_with_holes_are_understood_as_by_transformers(llama
         assert same(llama.generate(**arguments, max_new_tokens=NUM_NEW, do_sample=False), right)
 
 
+@pytest.mark.slow
 def test_a_generation_config_and_the_models_own_count(llama: PreTrainedModel) -> None:
     model = copy.deepcopy(llama)
     model.generation_config.update(repetition_penalty=1.4, max_new_tokens=7, eos_token_id=ENDS)
@@ -189,6 +191,7 @@ def test_greedy_calls_leave_torchs_generator_alone(llama: PreTrainedModel) -> No
     assert same(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more", [{}, {"min_p": 0.2}, {"top_p": 0.6}, {"top_p": 0.8, "min_p": 0.1}, {"temperature": 2.5}]
 )

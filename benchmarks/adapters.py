@@ -1,0 +1,202 @@
+"""What an adapter costs, and what its peers do with the same model: seconds for one batch of chats, in one run.
+
+    python benchmarks/adapters.py --rounds 5
+
+`ChatPaged.batch` against `LLM.chat`, and against the local adapters of other packages that are installed:
+langchain-huggingface's ChatHuggingFace and HuggingFacePipeline, and LlamaIndex's HuggingFaceLLM
+(`pip install -e ".[bench]"`). Each lives in a process of its own, and they take turns round by round. Run it on a quiet
+machine; the ratios count. An answer may end before `--tokens`, in all of them alike, since not every adapter can be
+kept from that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import transformers
+
+import paged_backend
+from workloads import Workload
+
+Answer = Callable[[list[str], int], None]
+
+
+def llm_chat(model: str) -> Answer:
+    llm = paged_backend.LLM(model)
+
+    def answer(questions: list[str], num_tokens: int) -> None:
+        params = paged_backend.SamplingParams(temperature=0, max_tokens=num_tokens)
+        llm.chat([[{"role": "user", "content": question}] for question in questions], params, use_tqdm=False)
+
+    return answer
+
+
+def chat_paged(model: str) -> Answer:
+    from langchain_paged import ChatPaged
+
+    chat = ChatPaged(model=model, temperature=0)
+    return lambda questions, num_tokens: _done(chat.batch(questions, max_tokens=num_tokens), questions)
+
+
+def chat_hugging_face(model: str) -> Answer:
+    from langchain_huggingface import ChatHuggingFace
+
+    pipeline, folder = _pipeline(model, 1)
+    chat = ChatHuggingFace(llm=pipeline, model_id=folder)
+
+    def answer(questions: list[str], num_tokens: int) -> None:
+        _done(chat.batch(questions, pipeline_kwargs=_greedy(num_tokens)), questions)
+
+    return answer
+
+
+def hugging_face_pipeline(model: str) -> Answer:
+    pipeline, folder = _pipeline(model, 32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+
+    def answer(questions: list[str], num_tokens: int) -> None:
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+            )
+            for question in questions
+        ]
+        _done(pipeline.batch(prompts, pipeline_kwargs=_greedy(num_tokens)), questions)
+
+    return answer
+
+
+def hugging_face_llm(model: str) -> Answer:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.llms.huggingface import HuggingFaceLLM
+
+    folder = _folder(model)
+    llms: dict[int, Any] = {}
+
+    def answer(questions: list[str], num_tokens: int) -> None:
+        if num_tokens not in llms:
+            llms[num_tokens] = HuggingFaceLLM(
+                model_name=folder,
+                tokenizer_name=folder,
+                device_map="cpu",
+                max_new_tokens=num_tokens,
+                generate_kwargs={"do_sample": False},
+            )
+        _done([llms[num_tokens].chat([ChatMessage(content=question)]) for question in questions], questions)
+
+    return answer
+
+
+ENGINES: dict[str, tuple[Callable[[str], Answer], str]] = {
+    "LLM.chat": (llm_chat, "paged_backend"),
+    "ChatPaged.batch": (chat_paged, "langchain_paged"),
+    "ChatHuggingFace.batch": (chat_hugging_face, "langchain_huggingface"),
+    "HuggingFacePipeline.batch": (hugging_face_pipeline, "langchain_huggingface"),
+    "HuggingFaceLLM.chat": (hugging_face_llm, "llama_index.llms.huggingface"),
+}
+
+
+def is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _done(answers: list[Any], questions: list[str]) -> None:
+    assert len(answers) == len(questions)
+
+
+def _greedy(num_tokens: int) -> dict[str, Any]:
+    return {"max_new_tokens": num_tokens, "do_sample": False, "return_full_text": False}
+
+
+def _folder(model: str) -> str:
+    if model != "demo":
+        return model
+    from paged_backend.model.demo import demo_folder
+
+    return str(demo_folder(paged_backend.EngineConfig().cache_folder))
+
+
+def _pipeline(model: str, batch_size: int) -> tuple[Any, str]:
+    from langchain_huggingface import HuggingFacePipeline
+
+    folder = _folder(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    pipeline = transformers.pipeline("text-generation", model=loaded, tokenizer=tokenizer)
+    return HuggingFacePipeline(pipeline=pipeline, batch_size=batch_size, model_id=folder), folder
+
+
+def questions_of(workload: Workload, round_: int) -> list[str]:
+    return [conversation[-1]["content"] for conversation in workload.conversations(round_)]
+
+
+def serve(connection: Connection, name: str, model: str) -> None:
+    """The process of one engine: does each (workload, round) it is sent and answers with the seconds it took."""
+    answer = ENGINES[name][0](model)
+    answer(["Say hello.", "Say goodbye."], 4)
+    connection.send("ready")
+    while (task := connection.recv()) is not None:
+        workload, round_ = task
+        questions = questions_of(workload, round_)
+        start = time.perf_counter()
+        answer(questions, workload.num_tokens)
+        connection.send(time.perf_counter() - start)
+
+
+def start(name: str, model: str) -> Connection:
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    context.Process(target=serve, args=(far, name, model)).start()
+    far.close()
+    assert near.recv() == "ready"
+    return near
+
+
+def main() -> None:
+    installed = [name for name, (_, package) in ENGINES.items() if is_installed(package)]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="demo, or a model folder (default: demo)")
+    parser.add_argument("--engines", nargs="+", default=installed, choices=list(ENGINES), metavar="NAME")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+
+    print(
+        f"paged-backend {paged_backend.__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}, "
+        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {arguments.model}, "
+        f"{arguments.requests} questions, answers of up to {arguments.tokens} tokens, {arguments.rounds} rounds"
+    )
+    for name in ENGINES.keys() - set(installed):
+        print(f"not installed, not compared: {name}")
+    workload = Workload("adapters", arguments.requests, arguments.tokens)
+    engines = {name: start(name, arguments.model) for name in arguments.engines}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for round_ in range(1, arguments.rounds + 1):
+        for name, engine in list(engines.items())[:: 1 if round_ % 2 else -1]:
+            engine.send((workload, round_))
+            seconds[name].append(engine.recv())
+    first = arguments.engines[0]
+    for name, values in seconds.items():
+        speed = statistics.median(a / b for a, b in zip(seconds[first], values, strict=True))
+        print(f"{name:26} median {statistics.median(values):7.2f} s   {speed:.2f}x the speed of {first}")
+    for engine in engines.values():
+        engine.send(None)
+
+
+if __name__ == "__main__":
+    main()
