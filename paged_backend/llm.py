@@ -171,6 +171,15 @@ class LLM:
         """Queue one prompt and return at once. `request_id` may be given; it must not be in use."""
         return self._submit(self._builder.completions([prompt], sampling_params, **options))[0]
 
+    def submit_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestHandle]:
+        """Queue several prompts or, if one of them is refused, none; one handle per prompt, in order."""
+        return self._submit(self._builder.completions(list(prompts), sampling_params, **options))
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],

@@ -15,7 +15,7 @@ from paged_backend.engine.request import NO_MARKUP, Markup, Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import is_finite
 from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
-from paged_backend.sampling_params import SamplingParams
+from paged_backend.sampling_params import RequestOutputKind, SamplingParams
 from paged_backend.structured_outputs import StructuredOutputsParams
 
 EncodeWord = Callable[[str], tuple[tuple[int, ...], ...]]
@@ -129,6 +129,8 @@ class RequestFactory:
         )
         if options.timeout is not None:
             request.deadline = time.monotonic() + options.timeout
+        if params.output_kind is RequestOutputKind.FINAL_ONLY:
+            request.final_only = True  # its text is decoded once, at its end
         return request
 
     def _draw_seed(self) -> int:

@@ -1,0 +1,43 @@
+"""All commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import paged_backend
+from paged_backend.cli.chat import chat
+from paged_backend.cli.demo import demo
+from paged_backend.cli.generate import generate
+from paged_backend.cli.run_batch import run_batch
+from paged_backend.cli.serve import serve
+
+app = typer.Typer(
+    name="paged-backend",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 done but for some lines of a file, 130 interrupted.",
+)
+app.command()(serve)
+app.command()(chat)
+app.command()(generate)
+app.command("run-batch")(run_batch)
+app.command()(demo)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(paged_backend.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    """Batched, paged LLM inference: a server, a chat, and jobs over files."""

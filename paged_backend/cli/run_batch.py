@@ -1,0 +1,117 @@
+"""`paged-backend run-batch`: OpenAI's batch files, offline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paged_backend import LLM, ConfigError
+from paged_backend.cli.jsonl import JsonLines, input_lines, replace_atomically
+from paged_backend.cli.options import INCOMPLETE, Engine, command, start_logging
+from paged_backend.cli.progress import as_they_finish, at_once, progress_bar, watched
+from paged_backend.server.batch import BadLine, BatchLine, answer_line, has_failed, parse_line
+from paged_backend.server.serving import Serving
+from paged_backend.server.settings import ServerSettings
+
+
+@command
+def run_batch(
+    *,
+    engine: Engine,
+    input_file: Annotated[Path, typer.Option("--input-file", "-i", help="Requests, as JSON lines.")],
+    output_file: Annotated[Path, typer.Option("--output-file", "-o", help="Answers, a line per request.")],
+    model: Annotated[str, typer.Option(help="demo, a folder, a .gguf file or a hub id.")],
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What requests call the model; may be repeated.")
+    ] = None,
+    error_file: Annotated[
+        Path | None, typer.Option(help="Where the answers of failed lines are repeated.", show_default="OUTPUT.errors")
+    ] = None,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format.
+
+    Each answer is written when it is there, also that of a bad line. Run the same command again after a crash, and
+    only what has no answer yet is done; answers are found by their custom_id.
+    """
+    start_logging("warning")
+    if output_file.exists() and output_file.samefile(input_file):
+        raise ConfigError(f"{output_file} is the input too; give another --output-file")
+    names = (*(served_model_name or ()), model)
+    tokenizer = engine.pop("tokenizer", None)
+    job = _Job(input_file, output_file, error_file or output_file.with_name(output_file.name + ".errors"))
+    with LLM(model, tokenizer, **engine) as llm:
+        num_failed = asyncio.run(job.run(Serving(ServerSettings(served_model_names=names), model=model, llm=llm)))
+    if num_failed:
+        typer.secho(f"{num_failed} lines failed; they are in {job.error_file}", fg="yellow", err=True)
+        raise typer.Exit(INCOMPLETE)
+
+
+class _Job:
+    def __init__(self, input_file: Path, output_file: Path, error_file: Path) -> None:
+        self._input_file, self._output_file, self.error_file = input_file, output_file, error_file
+
+    async def run(self, serving: Serving) -> int:
+        """How many lines failed, those of earlier runs among them."""
+        total = sum(1 for _ in self._lines())
+        with JsonLines(self._output_file) as output:
+            done_ids, done_lines = _finished(output)
+            with progress_bar(total, len(done_ids) + len(done_lines)) as bar:
+                async with watched(bar, serving.llm):
+                    left = self._left(done_ids, done_lines)
+                    async for record in as_they_finish(
+                        left, lambda line: _answer(serving, line), at_once=at_once(serving.llm)
+                    ):
+                        output.append(record)
+                        bar.advance(_num_tokens(record))
+            failed = [record for record in output.entries() if has_failed(record)]
+        self._report(failed)
+        return len(failed)
+
+    def _lines(self) -> Iterator[tuple[int, str | None]]:
+        return ((number, text) for number, text in input_lines(self._input_file) if text is None or text.strip())
+
+    def _left(self, done_ids: set[str], done_lines: set[int]) -> Iterator[BatchLine | BadLine]:
+        """What has no answer yet."""
+        seen: set[str] = set()
+        for number, text in self._lines():
+            try:
+                line: BatchLine | BadLine = parse_line(number, text, seen)
+            except BadLine as bad:
+                line = bad
+            if isinstance(line, BatchLine):
+                seen.add(line.custom_id)
+                if line.custom_id not in done_ids:
+                    yield line
+            elif number not in done_lines:
+                yield line
+
+    def _report(self, failed: list[dict[str, Any]]) -> None:
+        if failed:
+            replace_atomically(self.error_file, (json.dumps(record, ensure_ascii=False) for record in failed))
+        else:
+            self.error_file.unlink(missing_ok=True)
+
+
+async def _answer(serving: Serving, line: BatchLine | BadLine) -> dict[str, Any]:
+    return line.record if isinstance(line, BadLine) else await answer_line(serving, line)
+
+
+def _finished(output: JsonLines) -> tuple[set[str], set[int]]:
+    """The ids of the requests that have an answer, and the numbers of the lines that are no requests."""
+    done_ids, done_lines = set[str](), set[int]()
+    for record in output.entries():
+        if record.get("error") is not None:
+            done_lines.add(record["error"]["line"])
+        else:
+            done_ids.add(record["custom_id"])
+    return done_ids, done_lines
+
+
+def _num_tokens(record: dict[str, Any]) -> int:
+    response = record["response"] or {"body": {}}
+    return int(response["body"].get("usage", {}).get("completion_tokens", 0))

@@ -1,0 +1,79 @@
+"""`paged-backend serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paged_backend import LLM, ConfigError, EngineConfig
+from paged_backend.cli.options import Engine, command, start_logging
+from paged_backend.server.lifecycle import run
+from paged_backend.server.serving import Serving
+from paged_backend.server.settings import LOG_LEVELS, ServerSettings
+
+_DEFAULTS = ServerSettings()
+
+
+@command
+def serve(
+    model: Annotated[str, typer.Argument(help="demo, a folder, a .gguf file or a hub id.")],
+    *,
+    engine: Engine,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = _DEFAULTS.host,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = _DEFAULTS.port,
+    uds: Annotated[str | None, typer.Option(help="A unix socket, instead of host and port.")] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What requests call the model; may be repeated.")
+    ] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="A key that requests need; may be repeated.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with such keys, one a line.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="/metrics without a key, on a port of its own.")] = None,
+    request_timeout: Annotated[float | None, typer.Option(help="Seconds after which a request is given up.")] = None,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that requests get to finish after SIGTERM.")
+    ] = _DEFAULTS.shutdown_timeout,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.")] = _DEFAULTS.max_body_bytes,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Web pages from here may use the API; * for all; may be repeated.")
+    ] = None,
+    root_path: Annotated[str, typer.Option(help="The path below which a proxy shows this server.")] = "",
+    ssl_certfile: Annotated[str | None, typer.Option(help="Certificate, for https.")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="Its private key.")] = None,
+    log_level: Annotated[str, typer.Option(help=", ".join(LOG_LEVELS) + ".")] = _DEFAULTS.log_level,
+) -> None:
+    """Serve a model over the OpenAI HTTP API.
+
+    The port is open at once; /ready answers 200 when the model is loaded. SIGTERM and Ctrl-C let running requests
+    finish, a second one ends them.
+    """
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        uds=uds,
+        served_model_names=tuple(served_model_name or ()),
+        api_keys=(*(api_key or ()), *_keys_of(api_key_file)),
+        metrics_port=metrics_port,
+        request_timeout=request_timeout,
+        shutdown_timeout=shutdown_timeout,
+        max_body_bytes=max_body_bytes,
+        cors_origins=tuple(cors_origin or ()),
+        root_path=root_path,
+        ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile,
+        log_level=log_level,
+    )
+    start_logging(settings.log_level)
+    tokenizer = engine.pop("tokenizer", None)
+    EngineConfig(**engine)  # a bad option ends the command before anything listens
+    run(lambda: LLM(model, tokenizer, **engine), Serving(settings, model=model))
+
+
+def _keys_of(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not keys:
+        raise ConfigError(f"api_key_file={str(path)!r} has no key; give one a line")
+    return keys

@@ -1,0 +1,133 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from paged_backend import (
+    EngineDeadError,
+    EngineError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTimeoutError,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
+_NAMED_FIELD = re.compile(r"^(?:prompt \d+: )?(\w+?)(?:\[|=| has the token id)")
+
+
+class ApiError(HTTPException):
+    """What a client is told: one sentence, the field it is about, and a code that programs can look at."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: bool = False
+    ) -> None:
+        super().__init__(status, message, {"Retry-After": str(RETRY_SECONDS)} if retry else None)
+        self.message, self.param, self.code = message, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPE_OF_STATUS.get(
+            self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error"
+        )
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def typed_body(self) -> dict[str, Any]:
+        """The same in Anthropic's shape."""
+        kind = "overloaded_error" if self.status_code == 503 else self.body()["error"]["type"]
+        return {
+            "type": "error",
+            "error": {"type": "api_error" if kind == "server_error" else kind, "message": self.message},
+        }
+
+    def response(self, path: str) -> Response:
+        """The answer to a request for `path`, which says whose clients read it."""
+        body = self.typed_body() if path in ANTHROPIC_PATHS else self.body()
+        return JSONReply(body, self.status_code, self.headers)
+
+
+class JSONReply(JSONResponse):
+    """Strict JSON: no NaN, and a lone surrogate, which a client may have sent, becomes a question mark."""
+
+    def render(self, content: Any) -> bytes:
+        return encode_json(content)
+
+
+def encode_json(content: Any) -> bytes:
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def described(error: Exception) -> ApiError:
+    """What a client is told of an error; of one that nobody foresaw, that there was one."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequestError():
+            named = _NAMED_FIELD.match(str(error))
+            return ApiError(400, str(error), param=named and named[1], code=_code_of(str(error)))
+        case OverloadedError():
+            return ApiError(429, str(error), code="queue_full", retry=True)
+        case RequestTimeoutError():
+            return ApiError(504, str(error), code="request_timeout")
+        case EngineDeadError():
+            return ApiError(503, str(error), code="engine_dead")
+        case EngineError():
+            return ApiError(500, str(error), code="engine_error")
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail))
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "the server made a mistake; its log has the details", code="internal_error")
+
+
+def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Pydantic's complaints about the first bad field as one sentence, without what was sent."""
+    first = errors[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    param = path[0] if path else None
+    match first["type"]:
+        case "json_invalid":
+            return ApiError(400, "the body is no JSON", code="invalid_json")
+        case "extra_forbidden":
+            message = f"{'.'.join(path)} is not supported by this server; leave it out"
+            return ApiError(400, message, param=param, code="unsupported_field")
+        case "missing":
+            return ApiError(400, f"{'.'.join(path) or 'a JSON object'} is required", param=param, code="missing_field")
+        case "refused":
+            return ApiError(400, first["msg"], param=first["ctx"]["param"], code="invalid_value")
+    about_it = [error["msg"] for error in errors if error["loc"][: len(first["loc"])][:2] == first["loc"][:2]]
+    message = " or ".join(dict.fromkeys(about_it))
+    return ApiError(400, f"{param or 'the body'}: {message}", param=param, code="invalid_value")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the routes in this shape."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        return described(error).response(request.url.path)
+
+    async def answer_invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return invalid_body(error.errors()).response(request.url.path)
+
+    for kind in (HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+    for kind in (InvalidRequestError, OverloadedError, RequestTimeoutError, EngineError):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(RequestValidationError, answer_invalid)
+
+
+def _code_of(message: str) -> str | None:
+    return "context_length_exceeded" if "max_model_len=" in message or "the KV cache holds" in message else None

@@ -1,0 +1,101 @@
+"""What happens to every request before a route sees it: the key, the drain, the size of its body."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paged_backend.server.errors import ApiError
+from paged_backend.server.serving import Serving
+
+WITHOUT_KEY = frozenset({"/health", "/ready"})
+"""What load balancers ask, which have no key."""
+WHILE_DRAINING = frozenset({"/health", "/ready", "/metrics", "/version"})
+
+
+class RequireKey:
+    """401 for requests without a known key; how long it takes to find out tells nothing about the keys."""
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in WITHOUT_KEY or self._is_known(_presented(scope)):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(401, "give a valid API key as 'Authorization: Bearer KEY'", code="invalid_api_key")
+        await error.response(scope["path"])(scope, receive, send)
+
+    def _is_known(self, presented: bytes) -> bool:
+        digest = hashlib.sha256(presented).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+
+class CountRequests:
+    """Counts the requests that are being answered, and answers 503 while the server drains."""
+
+    def __init__(self, app: ASGIApp, *, serving: Serving) -> None:
+        self._app = app
+        self._serving = serving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in WHILE_DRAINING:
+            await self._app(scope, receive, send)
+            return
+        if self._serving.is_draining:
+            error = ApiError(503, "the server is shutting down; ask another one", code="draining", retry=True)
+            await error.response(scope["path"])(scope, receive, send)
+            return
+        self._serving.num_active += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._serving.num_active -= 1
+
+
+class LimitBody:
+    """413 for bodies that are too large, as soon as that is known."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            await self._too_large().response(scope["path"])(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, limited, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body is larger than max_body_bytes={self._max_bytes}; send less, or raise the limit",
+            code="body_too_large",
+        )
+
+
+def _presented(scope: Scope) -> bytes:
+    """The key of a request: a bearer token, or `X-Api-Key`, which Anthropic's clients send."""
+    headers = dict(reversed(scope["headers"]))
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return bytes(token.strip()) if scheme.lower() == b"bearer" else bytes(headers.get(b"x-api-key", b""))

@@ -1,0 +1,113 @@
+"""The model behind the routes, from before it is loaded until after it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from paged_backend import LLM, EngineStats
+from paged_backend.server.errors import ApiError
+from paged_backend.server.metrics import Metrics
+from paged_backend.server.settings import ServerSettings
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_STATS_SECONDS = 10.0
+_NUM_PREPARING_THREADS = 4
+
+
+class Serving:
+    """One model for all routes. Before it is loaded, while the server drains and once the engine is closed, asking for
+    it raises the 503 that says so.
+
+    Whatever takes long (loading, templates, tokenising, compiling grammars) runs in threads: the event loop goes on.
+    """
+
+    def __init__(self, settings: ServerSettings, *, model: str, llm: LLM | None = None) -> None:
+        self.settings = settings
+        self.model_names = settings.served_model_names or (model,)
+        self.metrics = Metrics(self.model_names[0])
+        self.is_draining = False
+        self.num_active = 0
+        """Requests that are being answered."""
+        self._llm = llm
+        self._preparing = ThreadPoolExecutor(_NUM_PREPARING_THREADS, "paged-backend preparing")
+        self._stats: asyncio.Task[EngineStats] | None = None
+
+    @property
+    def llm(self) -> LLM:
+        if self._llm is None:
+            raise ApiError(503, "the model is still being loaded; try again later", code="loading", retry=True)
+        if self._llm.is_closed:
+            raise ApiError(503, "the engine is closed", code="engine_dead")
+        return self._llm
+
+    @property
+    def is_ready(self) -> bool:
+        return self._llm is not None and not self._llm.is_closed and not self.is_draining
+
+    async def load(self, make: Callable[[], LLM]) -> None:
+        """Make the LLM; raises what `make` raises. The thread is a daemon, so that a server can stop while it loads."""
+        loop = asyncio.get_running_loop()
+        made: asyncio.Future[LLM] = loop.create_future()
+
+        def run() -> None:
+            try:
+                llm, error = make(), None
+            except Exception as caught:
+                llm, error = None, caught
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+                loop.call_soon_threadsafe(_settle, made, llm, error)
+
+        threading.Thread(target=run, name="paged-backend loading", daemon=True).start()
+        self._llm = await made
+
+    def check_model(self, name: str | None) -> None:
+        """Raises the 404 of a model that is not served; None stands for the one that is."""
+        if name is not None and name not in self.model_names:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; served: {', '.join(self.model_names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def model_name(self, asked: str | None) -> str:
+        return asked or self.model_names[0]
+
+    async def prepare(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """The result of a function that renders, tokenises or compiles, run in a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._preparing, lambda: function(*args, **kwargs))
+
+    async def stats(self) -> EngineStats:
+        """The engine's counters; raises the 503 of one that does not answer. However many ask, one thread waits."""
+        llm = self.llm
+        if self._stats is None or self._stats.done():
+            self._stats = asyncio.create_task(asyncio.to_thread(llm.stats))
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._stats), _STATS_SECONDS)
+        except TimeoutError:
+            raise ApiError(503, f"the engine has not answered for {_STATS_SECONDS:g} s", code="engine_stuck") from None
+
+    def close(self) -> None:
+        """End what is unfinished and give the memory back."""
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+        if self._llm is not None:
+            self._llm.close()
+
+
+def _settle(future: asyncio.Future[LLM], llm: LLM | None, error: Exception | None) -> None:
+    if future.done():
+        return
+    if llm is not None:
+        future.set_result(llm)
+    else:
+        assert error is not None
+        future.set_exception(error)

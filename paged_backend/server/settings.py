@@ -1,0 +1,62 @@
+"""The server's settings: frozen, and checked once, here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from paged_backend import ConfigError
+
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How the model is served; what is not about HTTP is in `EngineConfig`.
+
+    Raises `ConfigError` that names the field, its value and its limit.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    uds: str | None = None
+    """A unix socket's path, instead of host and port."""
+    served_model_names: tuple[str, ...] = ()
+    """What requests may call the model; the first is what answers call it. Empty: the model as it was given."""
+    api_keys: tuple[str, ...] = ()
+    """Requests need one of them as their bearer token; empty: no key is asked for."""
+    metrics_port: int | None = None
+    """`/metrics` without a key, on a port of its own."""
+    request_timeout: float | None = None
+    """Seconds after which a request is given up; None: never."""
+    shutdown_timeout: float = 30.0
+    """Seconds that requests get to finish after the first SIGTERM."""
+    stall_timeout: float = 60.0
+    """Seconds that a stream's reader may read nothing before the stream is given up."""
+    max_body_bytes: int = 8 * 2**20
+    """Largest request body."""
+    cors_origins: tuple[str, ...] = ()
+    """Web pages from these origins may use the API; `*` for all."""
+    root_path: str = ""
+    """The path below which a proxy shows this server."""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("port", "metrics_port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 65535:
+                raise ConfigError(f"{name}={value} is out of range: it must be from 0 to 65535")
+        for name in ("request_timeout", "shutdown_timeout", "stall_timeout", "max_body_bytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0 and not (name == "shutdown_timeout" and value == 0):
+                raise ConfigError(f"{name}={value} is out of range: it must be > 0")
+        if (self.ssl_keyfile is not None) and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile is given without ssl_certfile; give both")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("an API key is empty; it must have at least one character")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(
+                f"log_level={self.log_level!r} is out of range: it must be one of {', '.join(LOG_LEVELS)}"
+            )

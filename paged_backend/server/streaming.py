@@ -1,0 +1,171 @@
+"""Answers that stop when nobody reads them: server-sent events, and plain ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paged_backend import RequestHandle, RequestOutput
+from paged_backend.server.errors import ApiError, described, encode_json
+from paged_backend.server.metrics import Metrics
+
+T = TypeVar("T")
+Event = Mapping[str, Any]
+
+_CLIENT_CLOSED_REQUEST = 499  # nobody reads it; nginx's number for logs
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled if the client hangs up meanwhile."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(_CLIENT_CLOSED_REQUEST, "the client closed the connection")
+        return working.result()
+    finally:
+        await _ended(working, gone)
+
+
+class EventStream(Response):
+    """Sends events as they come, until they end, the client hangs up or reads nothing for `stall_timeout` seconds.
+
+    The status waits for the first event, so that an error before it is an answer of its own; a later one is the last
+    event. However it ends, the events' generator is closed, which aborts its requests. What a slow reader has not read
+    waits in the requests' outboxes, joined, and is no larger than their outputs; nothing is queued here.
+    """
+
+    media_type = "text/event-stream"
+    last = b"data: [DONE]\n\n"
+    """What follows the last event, unless that is an error."""
+
+    def __init__(self, events: AsyncGenerator[Event, None], *, stall_timeout: float) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._stall_timeout = stall_timeout
+
+    def encoded(self, event: Event) -> bytes:
+        return b"data: " + encode_json(event) + b"\n\n"
+
+    def error_event(self, error: Exception) -> Event:
+        return described(error).body()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing = asyncio.ensure_future(self._write(scope, receive, send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _ended(writing, gone)
+            await self._events.aclose()
+        if not writing.cancelled() and (error := writing.exception()):
+            raise error
+
+    async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            first = await anext(self._events)
+        except Exception as error:
+            await described(error).response(scope["path"])(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with contextlib.suppress(_Stalled):  # without its last part the server closes the connection
+            try:
+                await self._send(send, self.encoded(first))
+                async for event in self._events:
+                    await self._send(send, self.encoded(event))
+                await self._send(send, self.last)
+            except Exception as error:
+                if isinstance(error, _Stalled):
+                    raise
+                await self._send(send, self.encoded(self.error_event(error)))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        if not data:
+            return
+        try:
+            async with asyncio.timeout(self._stall_timeout):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            raise _Stalled from None
+
+
+class _Stalled(Exception):
+    """The client reads nothing."""
+
+
+class TypedEventStream(EventStream):
+    """The same as Anthropic's clients read it: each event is named after its type, and the last is `message_stop`."""
+
+    last = b""
+
+    def encoded(self, event: Event) -> bytes:
+        return f"event: {event['type']}\n".encode() + super().encoded(event)
+
+    def error_event(self, error: Exception) -> Event:
+        return described(error).typed_body()
+
+
+async def result_of(handle: RequestHandle, metrics: Metrics) -> RequestOutput:
+    """The whole output of a request; cancelling aborts it."""
+    output = await handle.aresult()
+    metrics.observe(output, output.num_output_tokens, len(output.outputs))
+    return output
+
+
+async def outputs_of(handle: RequestHandle, metrics: Metrics) -> AsyncGenerator[RequestOutput, None]:
+    """A request's deltas as they come; closing this aborts it."""
+    num_tokens = 0
+    last_of_index: dict[int, float] = {}
+    async with handle:
+        async for output in handle:
+            now = time.monotonic()
+            for part in output.outputs:
+                if part.index in last_of_index:
+                    for _ in part.token_ids:
+                        metrics.observe_token((now - last_of_index[part.index]) / len(part.token_ids))
+                last_of_index[part.index] = now
+            num_tokens += output.num_output_tokens
+            if output.finished:
+                metrics.observe(output, num_tokens, len(last_of_index))
+            yield output
+
+
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:
+    """The items of several generators as they come, each with its generator's position; closes them all at the end."""
+    waiting = {asyncio.ensure_future(anext(stream)): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                index = waiting.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield index, item
+                waiting[asyncio.ensure_future(anext(streams[index]))] = index
+    finally:
+        await _ended(*waiting)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _ended(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,391 @@
+"""The command line: options, files of them, errors, and jobs over files that lose nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import paged_backend
+from helpers import wait_until
+from helpers_server import END, ScriptedSampler, make_scripted_llm
+from paged_backend import LLM, ConfigError, EngineConfig
+from paged_backend.cli import chat as chat_module
+from paged_backend.cli import generate as generate_module
+from paged_backend.cli import run_batch as run_batch_module
+from paged_backend.cli import serve as serve_module
+from paged_backend.cli.app import app
+from paged_backend.cli.jsonl import JsonLines
+from paged_backend.cli.options import ENGINE_OPTIONS
+from paged_backend.server.serving import Serving
+
+ROOT = Path(__file__).parents[1]
+COMMANDS = ("serve", "chat", "generate", "run-batch", "demo")
+# What EngineConfig has, and what there is to set: these make no difference yet.
+WITHOUT_EFFECT = {"enforce_eager", "quantization", "tensor_parallel_size", "swap_space"}
+
+
+def run(*arguments: str, text: str | None = None) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)], input=text, env={"COLUMNS": "200"})
+
+
+def failed(result: Result, code: int = 1) -> str:
+    """What a failing command says: one line, without a traceback."""
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    return result.output
+
+
+@dataclasses.dataclass
+class Fakes:
+    """What the commands load instead of models."""
+
+    made: list[tuple[str, dict[str, Any]]]
+    script: list[int]
+    sampler: ScriptedSampler | None = None
+
+    def make(self, model: str, tokenizer: str | None = None, **config: Any) -> LLM:
+        self.made.append((model, config))
+        llm, _, self.sampler = make_scripted_llm(**config)
+        self.sampler.script = self.script
+        return llm
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    fakes = Fakes([], [*b"abcdefgh", END])
+    for module in (chat_module, generate_module, run_batch_module, serve_module):
+        monkeypatch.setattr(module, "LLM", fakes.make)
+    return fakes
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_option(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    for name in ENGINE_OPTIONS:
+        assert f"--{name.replace('_', '-')}" in result.output
+    assert "--config" in result.output
+
+
+def test_every_setting_of_the_engine_that_does_something_is_an_option() -> None:
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert set(ENGINE_OPTIONS) - {"tokenizer"} == fields - WITHOUT_EFFECT
+
+
+def test_the_version_is_told() -> None:
+    assert run("--version").output.strip() == paged_backend.__version__
+
+
+def test_without_the_extra_it_says_how_to_install_it(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no typer', name='typer')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", "from paged_backend.cli import main; main()"]
+    completed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 1
+    assert "pip install 'paged-backend[server]'" in completed.stderr and "Traceback" not in completed.stderr
+
+
+@pytest.fixture
+def served(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> list[Serving]:
+    """What `serve` would serve."""
+    served: list[Serving] = []
+
+    def note(make: Any, serving: Serving) -> None:
+        served.append(serving)
+        make().close()
+
+    monkeypatch.setattr(serve_module, "run", note)
+    return served
+
+
+def test_options_reach_the_server_and_the_engine(served: list[Serving], fakes: Fakes, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\n\n two \n")
+    arguments = ("--port", "9", "--api-key", "zero", "--api-key-file", str(tmp_path / "keys"), "--cors-origin", "*")
+    engine = ("--max-num-seqs", "3", "--no-enable-prefix-caching", "--speculative-config", '{"method": "ngram"}')
+    names = ("--served-model-name", "a", "--served-model-name", "b")
+    assert run("serve", "m", *arguments, *engine, *names).exit_code == 0
+    (serving,) = served
+    settings = serving.settings
+    assert (settings.port, settings.api_keys, settings.cors_origins) == (9, ("zero", "one", "two"), ("*",))
+    assert serving.model_names == ("a", "b")
+    assert fakes.made == [
+        ("m", {"max_num_seqs": 3, "enable_prefix_caching": False, "speculative_config": {"method": "ngram"}})
+    ]
+
+
+def test_a_file_of_options_counts_unless_the_command_line_says_otherwise(
+    served: list[Serving], fakes: Fakes, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: m\nport: 9\nhost: 0.0.0.0\nserved-model-name: a\napi_key: [x, y]\nmax-num-seqs: 3\n")
+    assert run("serve", "--config", str(config), "--port", "10").exit_code == 0
+    (serving,) = served
+    settings = serving.settings
+    assert (settings.port, settings.host, settings.api_keys) == (10, "0.0.0.0", ("x", "y"))
+    assert serving.model_names == ("a",)
+    assert fakes.made == [("m", {"max_num_seqs": 3})]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"), [("prot: 9", "did you mean 'port'"), ("[1]", "must map"), ("a: [", "cannot be read")]
+)
+def test_a_bad_file_of_options_is_wrong_usage(tmp_path: Path, content: str, complaint: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(content)
+    assert complaint in failed(run("serve", "m", "--config", str(config)), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("serve", "m", "--block-size", "0"), "block_size=0 is out of range"),
+        (("serve", "m", "--log-level", "loud"), "log_level='loud'"),
+        (("serve", "m", "--api-key-file", "/no/such/file"), "/no/such/file"),
+        (("run-batch", "-i", "/no/such/file", "-o", "/tmp/x", "--model", "m"), "/no/such/file"),
+        (("generate", "m", "-i", "/no/such/file", "-o", "/no/such/output"), "/no/such/file"),
+    ],
+)
+def test_an_error_is_one_sentence(fakes: Fakes, arguments: tuple[str, ...], complaint: str) -> None:
+    output = failed(run(*arguments))
+    assert complaint in output and len(output.strip().splitlines()) == 1
+    assert isinstance(run(*arguments, "--debug").exception, (ConfigError, OSError))
+
+
+@pytest.mark.parametrize(
+    "arguments", ["serve", "serve m --prot 9", "sreve", "serve m --port x", "serve m --speculative-config x"]
+)
+def test_wrong_usage_has_a_code_of_its_own(arguments: str) -> None:
+    failed(run(*arguments.split()), 2)
+
+
+def test_chat_remembers_until_it_is_reset(fakes: Fakes) -> None:
+    lines = ["hi", "/help", "/reset", "/nope", "", "again", "/system be brief", "/exit", "never"]
+    result = run("chat", "m", "--system", "be kind", text="\n".join(lines) + "\n")
+    assert result.exit_code == 0
+    assert result.output.count("abcdefgh") == 2 and "tokens/s" in result.output
+    assert "/nope is not known" in result.output and "never" not in result.output
+
+
+def test_chat_ends_with_its_input(fakes: Fakes) -> None:
+    assert run("chat", "m", text="hi\n").exit_code == 0
+
+
+def test_generate_keeps_the_order_of_the_prompts(fakes: Fakes, tmp_path: Path) -> None:
+    fakes.script = []
+    source, target, again = (tmp_path / name for name in ("prompts.txt", "results.txt", "again.txt"))
+    source.write_bytes("\ufeffone\r\n\r\nthree\r\nvier \N{SLIGHTLY SMILING FACE}".encode())
+    options = ("--max-tokens", "5", "--temperature", "0")
+    assert run("generate", "m", "-i", str(source), "-o", str(target), *options).exit_code == 0
+    lines = target.read_text().split("\n")
+    assert len(lines) == 5 and lines[1] == "" == lines[4] and len(set(lines)) == 4
+    source.write_text("three\none\n")
+    assert run("generate", "m", "-i", str(source), "-o", str(again), *options).exit_code == 0
+    assert again.read_text().split("\n")[:2] == [lines[2], lines[0]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.txt", "prompts.txt", "results.txt"]
+
+
+def test_generate_reads_and_writes_json_lines(fakes: Fakes, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines: list[Any] = [
+        "text",
+        {"prompt": [104, 105], "max_tokens": 2},
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ]
+    bad: list[Any] = [{"prompt": "x", "temperature": 9}, {"nothing": 1}, {"prompt": "x", "n": 2}]
+    source.write_text("\n".join(map(json.dumps, lines + bad)) + "\n{broken\n")
+    result = run("generate", "m", "-i", str(source), "-o", str(target), "--max-tokens", "4")
+    assert "4 of 7 prompts failed" in failed(result, 3)
+    results = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [entry.get("text") for entry in results] == ["abcd", "ab", "abcd", None, None, None, None]
+    assert "temperature=9" in results[3]["error"]
+
+
+def test_generate_overwrites_only_if_told_to(fakes: Fakes, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_text("one\n")
+    target.write_text("precious")
+    arguments = ("generate", "m", "-i", str(source), "-o", str(target), "--max-tokens", "4")
+    assert "--overwrite" in failed(run(*arguments))
+    assert target.read_text() == "precious"
+    assert run(*arguments, "--overwrite").exit_code == 0
+    assert target.read_text() == "abcd\n"
+
+
+def test_generate_resumes_only_what_was_asked_for_alike(fakes: Fakes, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_text("one\ntwo\n")
+    with JsonLines(tmp_path / "out.txt.partial") as journal:
+        journal.append({"settings": {"model": "m", "chat": False, "max_tokens": 4}})
+        journal.append({"index": 0, "line": "one", "text": "kept", "usage": {"completion_tokens": 1}})
+        journal.append({"index": 1, "line": "tow", "text": "of another line", "usage": {"completion_tokens": 1}})
+    arguments = ("generate", "m", "-i", str(source), "-o", str(target), "--max-tokens")
+    assert "other settings" in failed(run(*arguments, "5"))
+    assert run(*arguments, "4").exit_code == 0
+    assert target.read_text() == "kept\nabcd\n"
+
+
+BATCH: list[tuple[str, str | None]] = [
+    (json.dumps({"custom_id": "good", "method": "POST", "url": "/v1/completions", "body": {"prompt": "hi"}}), None),
+    ("", "nothing"),
+    ("   ", "nothing"),
+    ("{broken", "invalid_json"),
+    ("[]", "invalid_line"),
+    (json.dumps({"url": "/v1/completions", "body": {}}), "missing_custom_id"),
+    (json.dumps({"custom_id": "1", "url": "/v1/completions"}), "missing_body"),
+    (json.dumps({"custom_id": "2", "method": "GET", "url": "/v1/completions", "body": {}}), "invalid_method"),
+    (json.dumps({"custom_id": "3", "url": "/v1/nope", "body": {}}), "invalid_url"),
+    (json.dumps({"custom_id": "good", "url": "/v1/completions", "body": {"prompt": "hi"}}), "duplicate_custom_id"),
+    (
+        json.dumps({"custom_id": "4", "url": "/v1/completions", "body": {"prompt": "x", "stream": True}}),
+        "invalid_stream",
+    ),
+    (json.dumps({"custom_id": "5", "url": "/v1/completions", "body": {"prompt": "x", "model": "other"}}), "404"),
+    (json.dumps({"custom_id": "6", "url": "/v1/completions", "body": {"prompt": "x" * 5000}}), "400"),
+    (json.dumps({"custom_id": "7", "url": "/v1/completions", "body": {"prompt": "x", "nope": 1}}), "400"),
+    (
+        json.dumps(
+            {
+                "custom_id": "zwölf",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 2},
+            },
+            ensure_ascii=False,
+        ),
+        None,
+    ),
+]
+
+
+def test_a_batch_answers_every_line_once(fakes: Fakes, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(line for line, _ in BATCH).encode() + b"\r\n\xff\xfe")
+    result = run("run-batch", "-i", str(source), "-o", str(target), "--model", "m")
+    assert "12 lines failed" in failed(result, 3)
+    records = [json.loads(line) for line in target.read_text().splitlines()]
+    expected = [wrong for _, wrong in BATCH if wrong != "nothing"] + ["invalid_line"]
+    assert sorted(map(outcome, records), key=str) == sorted(expected, key=str)
+    by_id = {record["custom_id"]: record for record in records if outcome(record) is None}
+    assert by_id["good"]["response"]["body"]["choices"][0]["text"] == "abcdefgh"
+    assert len(by_id["zwölf"]["response"]["body"]["choices"]) == 2
+    assert "zwölf" in target.read_text()
+    errors = [json.loads(line) for line in (tmp_path / "out.jsonl.errors").read_text().splitlines()]
+    assert errors == [record for record in records if outcome(record) is not None]
+
+
+def test_a_batch_that_is_done_stays_as_it_is(fakes: Fakes, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(line for line, _ in BATCH))
+    arguments = ("run-batch", "-i", str(source), "-o", str(target), "--model", "m")
+    failed(run(*arguments), 3)
+    before = target.read_text()
+    failed(run(*arguments), 3)
+    assert target.read_text() == before
+
+
+def test_a_batch_goes_on_after_a_half_line(fakes: Fakes, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(f"{line}\n" for line in batch_lines(3)))
+    done = json.dumps({"id": "x", "custom_id": "1", "response": {"status_code": 200, "body": {}}, "error": None})
+    target.write_text(f'{done}\n{{"id": "y", "custom_id": "2", "resp')
+    assert run("run-batch", "-i", str(source), "-o", str(target), "--model", "m").exit_code == 0
+    records = [json.loads(line) for line in target.read_text().splitlines()]
+    assert sorted(record["custom_id"] for record in records) == ["0", "1", "2"]
+    assert next(record["id"] for record in records if record["custom_id"] == "1") == "x"
+    assert not (tmp_path / "out.jsonl.errors").exists()
+
+
+def test_an_empty_batch_is_done_at_once(fakes: Fakes, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").touch()
+    assert (
+        run("run-batch", "-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"), "--model", "m").exit_code
+        == 0
+    )
+    assert (tmp_path / "out.jsonl").read_text() == ""
+
+
+def test_a_batch_does_not_overwrite_its_input(fakes: Fakes, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(BATCH[0][0])
+    assert "is the input too" in failed(run("run-batch", "-i", str(source), "-o", str(source), "--model", "m"))
+    assert source.read_text() == BATCH[0][0]
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Iterator[Any]:
+    """Runs a command, kills it once its journal has some lines, and runs it again to its end."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests", ".", "kernels"])}
+
+    def start(*arguments: str, step_seconds: float) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "tests/server_process.py", str(step_seconds), *arguments]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+
+    def run_twice(journal: Path, num_lines: int, *arguments: str) -> list[bytes]:
+        """The whole lines that were there at the kill."""
+        first = start(*arguments, step_seconds=0.01)
+        try:
+            wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") >= num_lines, 60)
+        finally:
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+        before = journal.read_bytes().split(b"\n")[:-1]
+        second = start(*arguments, step_seconds=0)
+        try:
+            assert second.wait(60) == 0
+        finally:
+            second.kill()
+        return before
+
+    yield run_twice
+
+
+@pytest.mark.slow
+def test_a_killed_batch_loses_nothing_and_does_nothing_twice(killed: Any, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(f"{line}\n" for line in batch_lines(200)))
+    command = ("run-batch", "-i", str(source), "-o", str(target), "--model", "m", "--max-num-seqs", "4")
+    before = killed(target, 20, *command)
+    after = target.read_bytes().splitlines()
+    assert len(before) < 200 and after[: len(before)] == before
+    assert sorted(int(json.loads(line)["custom_id"]) for line in after) == list(range(200))
+
+
+@pytest.mark.slow
+def test_a_killed_generate_loses_nothing_and_does_nothing_twice(killed: Any, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("".join(f"prompt {number}\n" for number in range(200)))
+    command = ("generate", "m", "-i", str(source), "-o", str(target), "--max-tokens", "8", "--max-num-seqs", "4")
+    before = killed(tmp_path / "out.jsonl.partial", 20, *command)
+    after = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [entry["line"] for entry in after] == source.read_text().splitlines()
+    kept = {entry["index"]: entry for entry in map(json.loads, before[1:])}
+    assert 0 < len(kept) < 200
+    assert all(after[index] == entry for index, entry in kept.items())
+
+
+def batch_lines(number: int) -> list[str]:
+    return [
+        json.dumps(
+            {"custom_id": str(index), "url": "/v1/completions", "body": {"prompt": f"p{index}", "max_tokens": 8}}
+        )
+        for index in range(number)
+    ]
+
+
+def outcome(record: dict[str, Any]) -> str | None:
+    """None for an answer, else the code of the bad line or the status of the refusal."""
+    if record["error"] is not None:
+        assert record["response"] is None
+        return str(record["error"]["code"])
+    status = record["response"]["status_code"]
+    return None if status == 200 else str(status)

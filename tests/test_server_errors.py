@@ -1,0 +1,313 @@
+"""What is refused, how that is said, and that it harms nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from helpers import SchedulerOutput, StepFailure
+from helpers_server import JSON, ServerUnderTest, events_of, make_scripted_llm, make_server, refusal, user
+from paged_backend import LLM, ConfigError
+from paged_backend.server.app import create_app
+from paged_backend.server.serving import Serving
+from paged_backend.server.settings import ServerSettings
+
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+KEYS = ("first key", "zwölf")
+ROUTES = (
+    *(("POST", path) for path in (*GENERATING, "/tokenize", "/detokenize")),
+    *(("GET", path) for path in ("/v1/models", "/v1/models/fake", "/metrics", "/version", "/openapi.json", "/nope")),
+)
+
+
+@pytest.fixture(scope="module")
+def one_server() -> Iterator[ServerUnderTest]:
+    server = make_server(max_body_bytes=10_000, served_model_names=("fake", "the/alias"))
+    yield server
+    server.serving.close()
+
+
+@pytest.fixture
+def server(one_server: ServerUnderTest) -> ServerUnderTest:
+    one_server.sampler.script = [*b"abcdefgh"]
+    one_server.runner.on_step = lambda output: None
+    return one_server
+
+
+BAD_VALUES: list[tuple[str, Any]] = [
+    *(("logit_bias", bias) for bias in ({"49152": 5}, {"-1": 5}, {"abc": 1}, {"5": 1000}, {"5": float("nan")}, [1])),
+    *(("seed", seed) for seed in (2**64, -(2**63) - 1, "7", 1.5)),
+    *(("top_k", k) for k in (0.5, -2)),
+    *(("max_tokens", value) for value in (-1, "5", 1.5, True)),
+    *(("n", n) for n in (0, 10**6)),
+    *(("repetition_penalty", value) for value in (0, float("inf"))),
+    *(("temperature", value) for value in (-1, float("nan"), 2.1, "hot")),
+    *(("stop", value) for value in ([1], [""], 5, {})),
+    *(("top_p", value) for value in (0, 1.1)),
+    *(("stop_token_ids", value) for value in ([99999], ["a"], 3)),
+    ("min_tokens", 100),
+    ("allowed_token_ids", []),
+    ("stream", "yes"),
+    ("priority", "high"),
+    ("cache_salt", ""),
+]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize(("field", "value"), BAD_VALUES)
+async def test_a_bad_value_is_a_400_that_names_the_field(
+    server: ServerUnderTest, path: str, field: str, value: Any
+) -> None:
+    error = refusal(await server.post(path, **body_for(path) | {"max_tokens": 5, field: value}))
+    assert error["param"] == field and field in error["message"]
+
+
+async def test_a_bad_request_leaves_its_neighbours_alone(server: ServerUnderTest) -> None:
+    good, bad, also_good = await asyncio.gather(
+        server.complete("one", max_tokens=30),
+        server.post("/v1/completions", prompt="two", logit_bias={"49152": 5}),
+        server.complete("three", max_tokens=30),
+    )
+    refusal(bad)
+    assert good["choices"][0]["text"] == also_good["choices"][0]["text"] == ("abcdefgh" * 4)[:30]
+
+
+@pytest.mark.parametrize("field", ["logprobs", "top_logprobs"])
+async def test_more_logprobs_than_the_engine_gives_are_refused(server: ServerUnderTest, field: str) -> None:
+    path = GENERATING[field == "top_logprobs"]
+    fields = {"logprobs": True, field: 10**6} if field == "top_logprobs" else {field: 10**6}
+    assert "max_logprobs" in refusal(await server.post(path, **body_for(path), **fields))["message"]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize(
+    "content",
+    [b'{"broken', b"[]", b'"x"', b"null", b"", b"\xff", b'{"prompt": "\xff"}', b"[" * 5000, b'{"prompt": 1e999}'],
+)
+async def test_a_body_that_is_no_object_is_a_400(server: ServerUnderTest, path: str, content: bytes) -> None:
+    async with server.client(headers=JSON) as client:
+        refusal(await client.post(path, content=content))
+
+
+async def test_a_body_that_is_not_called_json_is_a_400(server: ServerUnderTest) -> None:
+    async with server.client(headers={"Content-Type": "text/plain"}) as client:
+        refusal(await client.post("/v1/completions", content=b'{"prompt": "hi"}'))
+
+
+@pytest.mark.parametrize("text", ["\ud83d", "a\udc00b"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_lone_surrogate_is_a_400_wherever_it_is(server: ServerUnderTest, text: str, stream: bool) -> None:
+    refusal(await server.post("/v1/completions", prompt=text, stream=stream))
+    refusal(await server.post("/tokenize", prompt=text))
+    assert (await server.post("/v1/completions", prompt="a", model=text)).status_code in (400, 404)
+
+
+async def test_nul_is_text(server: ServerUnderTest) -> None:
+    assert (await server.complete("a\0b", max_tokens=1, echo=True))["choices"][0]["text"] == "a\0ba"
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_that_is_too_large_is_a_413(server: ServerUnderTest, announced: bool) -> None:
+    async def parts() -> Any:
+        for _ in range(20):
+            yield b" " * 1000
+
+    content = b" " * 20_000 if announced else parts()
+    async with server.client(headers=JSON) as client:
+        assert "max_body_bytes=10000" in refusal(await client.post("/v1/completions", content=content), 413)["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", GENERATING)
+async def test_an_unknown_model_is_a_404(server: ServerUnderTest, path: str, stream: bool) -> None:
+    error = refusal(await server.post(path, **body_for(path), model="nope", stream=stream), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+async def test_every_served_name_is_a_model(server: ServerUnderTest) -> None:
+    listed = json.loads((await server.get("/v1/models")).content)
+    assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["fake", "the/alias"])
+    for model in listed["data"]:
+        assert model["object"] == "model" and isinstance(model["created"], int) and model["owned_by"]
+        assert json.loads((await server.get(f"/v1/models/{model['id']}")).content) == model
+        assert (await server.complete(model=model["id"], max_tokens=1))["model"] == model["id"]
+    assert (await server.complete(max_tokens=1))["model"] == "fake"
+    assert refusal(await server.get("/v1/models/nope"), 404)["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_what_fails_in_a_stream_is_its_last_event(server: ServerUnderTest, path: str) -> None:
+    failing_after(server, 3)
+    response = await server.post(path, **body_for(path), stream=True, max_tokens=50)
+    *others, last = map(json.loads, events_of(response.text))
+    assert response.status_code == 200 and others != [] and all("choices" in event for event in others)
+    assert last["error"]["code"] == "engine_error" and last["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_fails_before_a_stream_is_an_answer(server: ServerUnderTest, stream: bool) -> None:
+    failing_after(server, 0)
+    response = await server.post("/v1/completions", prompt="hi", stream=stream)
+    assert refusal(response, 500)["code"] == "engine_error"
+
+
+async def test_nobody_is_told_of_our_mistakes(server: ServerUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def secret(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("secret")
+
+    monkeypatch.setattr(server.llm.tokenizer, "encode", secret)
+    assert "secret" not in refusal(await server.post("/tokenize", prompt="hi"), 500)["message"]
+
+
+async def test_a_full_queue_is_a_429_that_says_when_to_come_back() -> None:
+    server = make_server(engine={"max_num_queued_reqs": 2})
+    response = await server.post("/v1/completions", prompt=["a", "b", "c"])
+    assert (refusal(response, 429)["code"], response.headers["retry-after"]) == ("queue_full", "1")
+    assert (await server.complete(["a", "b"], max_tokens=1))["choices"]
+    metrics = (await server.get("/metrics")).text
+    assert 'paged:admission_rejections_total{engine="0",model_name="fake",reason="max_num_queued_reqs"} 1.0' in metrics
+    server.serving.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_takes_too_long_is_a_504(stream: bool) -> None:
+    server = make_server(request_timeout=0.05, engine={"max_num_seqs": 1})
+    release = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    server.runner.on_step = lambda output: asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
+    waiting = asyncio.create_task(server.post("/v1/completions", prompt="a", stream=stream))
+    await asyncio.sleep(0.1)
+    release.set()
+    assert refusal(await waiting, 504)["code"] == "request_timeout"
+    server.serving.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_closed_engine_is_a_503(stream: bool) -> None:
+    server = make_server()
+    server.llm.close()
+    assert refusal(await server.post("/v1/completions", prompt="a", stream=stream), 503)["code"] == "engine_dead"
+    assert refusal(await server.get("/health"), 503)["code"] == "engine_dead"
+    refusal(await server.get("/ready"), 503)
+
+
+async def test_while_the_model_is_loaded_everything_but_that_answers() -> None:
+    serving = Serving(ServerSettings(), model="fake")
+    server = ServerUnderTest(*make_scripted_llm(), serving, create_app(serving))
+    response = await server.post("/v1/completions", prompt="a")
+    assert (refusal(response, 503)["code"], response.headers["retry-after"]) == ("loading", "1")
+    refusal(await server.get("/ready"), 503)
+    assert (await server.get("/version")).status_code == 200
+    assert (await server.get("/metrics")).status_code == 200
+    await serving.load(lambda: server.llm)
+    assert (await server.get("/ready")).status_code == 200
+    assert (await server.complete(max_tokens=1))["choices"]
+    serving.close()
+
+
+async def test_an_error_of_loading_is_raised() -> None:
+    def make() -> LLM:
+        raise ConfigError("no such model")
+
+    with pytest.raises(ConfigError, match="no such model"):
+        await Serving(ServerSettings(), model="fake").load(make)
+
+
+async def test_while_draining_new_requests_are_told_so() -> None:
+    server = make_server()
+    server.serving.is_draining = True
+    response = await server.post("/v1/completions", prompt="a")
+    assert (refusal(response, 503)["code"], response.headers["retry-after"]) == ("draining", "1")
+    refusal(await server.get("/ready"), 503)
+    assert (await server.get("/health")).status_code == 200
+    assert (await server.get("/metrics")).status_code == 200
+    server.serving.close()
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[ServerUnderTest]:
+    server = make_server(api_keys=KEYS)
+    yield server
+    server.serving.close()
+
+
+BAD_KEYS: list[dict[str, Any]] = [
+    {},
+    *({"Authorization": value} for value in ("", "Bearer", "Bearer ", "Bearer wrong", "Basic first key", "first key")),
+    {"Authorization": "Bearer \xff\xfe".encode("latin-1")},
+    {"Authorization": "Bearer first key and more"},
+    {"X-Api-Key": "wrong"},
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_every_route_needs_a_key(locked: ServerUnderTest, method: str, path: str) -> None:
+    async with locked.client() as client:
+        for headers in BAD_KEYS:
+            error = refusal(await client.request(method, path, headers=headers), 401)
+            assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+async def test_load_balancers_need_none(locked: ServerUnderTest, path: str) -> None:
+    assert (await locked.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer first key"},
+        {"Authorization": "bearer first key"},
+        {"Authorization": "Bearer   first key "},
+        {"Authorization": "Bearer zwölf".encode()},
+        {"X-Api-Key": "first key"},
+    ],
+)
+async def test_any_of_the_keys_will_do(locked: ServerUnderTest, headers: dict[str, Any]) -> None:
+    assert (await locked.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def test_pages_from_elsewhere_are_let_in_only_if_named() -> None:
+    server = make_server(cors_origins=("https://page.example",), api_keys=("key",))
+    asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    async with server.client() as client:
+        for origin, allowed in (("https://page.example", "https://page.example"), ("https://other.example", None)):
+            response = await client.options("/v1/chat/completions", headers={"Origin": origin, **asking})
+            assert response.headers.get("access-control-allow-origin") == allowed
+    server.serving.close()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"port": 70000},
+        {"max_body_bytes": 0},
+        {"request_timeout": -1.0},
+        {"ssl_keyfile": "key.pem"},
+        {"api_keys": ("",)},
+        {"log_level": "loud"},
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(settings)) if "api_keys" not in settings else "API key"):
+        ServerSettings(**settings)
+
+
+def body_for(path: str) -> dict[str, Any]:
+    return {"prompt": "hi"} if path == "/v1/completions" else {"messages": [user("hi")]}
+
+
+def failing_after(server: ServerUnderTest, num_steps: int) -> None:
+    left = num_steps
+
+    def fail(output: SchedulerOutput) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise StepFailure("on purpose")
+
+    server.runner.on_step = fail
