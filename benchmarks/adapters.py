@@ -124,9 +124,9 @@ def _greedy(num_tokens: int) -> dict[str, Any]:
 def _folder(model: str) -> str:
     if model != "demo":
         return model
-    from paged_backend.model.demo import demo_folder
+    from paged_backend import demo_folder
 
-    return str(demo_folder(paged_backend.EngineConfig().cache_folder))
+    return str(demo_folder())
 
 
 def _pipeline(model: str, batch_size: int) -> tuple[Any, str]:

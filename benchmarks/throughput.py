@@ -48,9 +48,7 @@ class TransformersEngine:
     def __init__(self, model: str, dtype: str) -> None:
         folder = model
         if model == "demo":
-            from paged_backend.model.demo import demo_folder
-
-            folder = str(demo_folder(pathlib.Path(paged_backend.EngineConfig().cache_folder)))
+            folder = str(paged_backend.demo_folder())
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 

@@ -30,9 +30,9 @@ def make_pipeline(kind: str, name: str, dtype: str) -> transformers.TextGenerati
     import transformers_paged
 
     if name == "demo":
-        from paged_backend.model.demo import demo_folder
+        from paged_backend import demo_folder
 
-        name = str(demo_folder(paged_backend.EngineConfig().cache_folder))
+        name = str(demo_folder())
     tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype)).eval()
     if kind != "own":

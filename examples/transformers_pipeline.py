@@ -8,14 +8,13 @@ from __future__ import annotations
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, pipeline
 
 import transformers_paged
-from paged_backend import EngineConfig
-from paged_backend.model.demo import demo_folder
+from paged_backend import demo_folder
 
 COUNTRIES = ["France", "Italy", "Japan", "Egypt", "Peru", "Kenya", "Norway", "India"]
 
 
 def main() -> None:
-    name = str(demo_folder(EngineConfig().cache_folder))  # or a folder of yours, or a hub id
+    name = str(demo_folder())  # or a folder of yours, or a hub id
     model = AutoModelForCausalLM.from_pretrained(name)
     tokenizer = AutoTokenizer.from_pretrained(name)
     chats = [[{"role": "user", "content": f"What is the capital of {country}?"}] for country in COUNTRIES]

@@ -48,6 +48,7 @@ _MODULE_OF = {
     "SpeculativeConfig": "config",
     "StructuredOutputsParams": "structured_outputs",
     "ToolCall": "outputs",
+    "demo_folder": "model.demo",
 }
 
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "SpeculativeConfig",
     "StructuredOutputsParams",
     "ToolCall",
+    "demo_folder",
 ]
 
 if TYPE_CHECKING:
@@ -105,6 +107,7 @@ if TYPE_CHECKING:
     )
     from paged_backend.handle import RequestHandle
     from paged_backend.llm import LLM
+    from paged_backend.model.demo import demo_folder
     from paged_backend.outputs import (
         CompletionOutput,
         EmbeddingOutput,
@@ -116,7 +119,7 @@ if TYPE_CHECKING:
         ScoreOutput,
         ToolCall,
     )
-    from paged_backend.pooling_params import EmbeddingSupport
+    from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
     from paged_backend.structured_outputs import StructuredOutputsParams
 

