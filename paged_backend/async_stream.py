@@ -31,6 +31,8 @@ class AsyncStream:
         async with self._lock:  # several tasks may read one stream
             if self._handle is None:
                 self._handle = await self._submit()
+            if self._is_closed:  # meanwhile
+                self._handle.close()
         return await self._handle.__anext__()
 
     async def aclose(self) -> None:

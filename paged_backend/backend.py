@@ -71,7 +71,10 @@ def load_backend(
     from paged_backend.sampling.sampler import Sampler
 
     loaded = load(model, tokenizer, config)
-    chat_tokenizer = None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer, loaded.chat_template)
+    is_callers = not (tokenizer is None or isinstance(tokenizer, str))
+    chat_tokenizer = (
+        None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer, loaded.chat_template, is_callers=is_callers)
+    )
     if loaded.is_encoder:
         return EncoderBackend(
             name=loaded.name,

@@ -12,6 +12,7 @@ from typing import Self
 from paged_backend.engine.loop import EngineLoop, News
 from paged_backend.engine.outbox import Outbox
 from paged_backend.engine.request import Request
+from paged_backend.errors import EngineError
 from paged_backend.outputs import CompletionOutput, RequestOutput
 from paged_backend.sampling_params import RequestOutputKind
 
@@ -141,16 +142,26 @@ class RequestHandle:
         with self._lock:
             for item in self._outbox.take():
                 if isinstance(item, Exception):
-                    self._error = item
-                    continue
-                if self._parsers:
-                    self._parsers[item.index].parse(item)
-                _extend(news.setdefault(item.index, CompletionOutput(item.index)), item)
-                _extend(self._whole[item.index], item)
+                    self._error = self._error or item
+                elif self._error is None and self._is_parsed(item):
+                    _extend(news.setdefault(item.index, CompletionOutput(item.index)), item)
+                    _extend(self._whole[item.index], item)
             del self._whole[self._request.num_outputs :]
         if self.finished:
             self._abort.detach()
         return list(news.values())
+
+    def _is_parsed(self, item: CompletionOutput) -> bool:
+        """Whether its text could be read; a mistake in a parser ends the request."""
+        try:
+            if self._parsers:
+                self._parsers[item.index].parse(item)
+        except Exception as error:
+            self.abort()
+            self._error = EngineError(f"the output of request {self.request_id} could not be read: {error!r}")
+            self._error.__cause__ = error
+            return False
+        return True
 
     def _output(self, news: list[CompletionOutput]) -> RequestOutput | None:
         """What iteration gives for the news, or None if it gives nothing yet."""

@@ -328,7 +328,7 @@ class LLM:
         return self._loop.call(lambda engine: engine.stats())
 
     def reset_prefix_cache(self) -> None:
-        """Forget what finished requests have left in the KV cache."""
+        """Forget all prefixes in the KV cache; unfinished requests go on, and share nothing with later ones."""
         self._loop.call(lambda engine: engine.reset_prefix_cache())
 
     @property

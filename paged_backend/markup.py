@@ -22,7 +22,7 @@ def markup_of(chat: PreparedChat, tokenizer: Tokenizer) -> Markup:
         output_format=form,
         kept_special_ids=frozenset(special_ids.values()),
         knows_reasoning=form.reasoning is not None,
-        reasoning=_marks(form.reasoning, tokenizer),
+        reasoning=_marks(form.reasoning, tokenizer, is_answer=chat.tools is None),
         reasoning_grammar=reasoning_grammar(form.reasoning, special_ids, is_answer=is_answer)
         if form.reasoning
         else None,
@@ -33,7 +33,7 @@ def reasoning_markup(reasoning: Reasoning | None, tokenizer: Tokenizer) -> Marku
     """Of a prompt that is no chat: reasoning stays in the text, but may be limited."""
     if reasoning is None:
         return NO_MARKUP
-    return Markup(knows_reasoning=True, reasoning=_marks(reasoning, tokenizer))
+    return Markup(knows_reasoning=True, reasoning=_marks(reasoning, tokenizer, is_answer=True))
 
 
 def constrained(params: SamplingParams, chat: PreparedChat, tokenizer: Tokenizer) -> SamplingParams:
@@ -54,13 +54,14 @@ def constrained(params: SamplingParams, chat: PreparedChat, tokenizer: Tokenizer
     return params.replace(structured_outputs=StructuredOutputsParams(grammar=grammar))
 
 
-def _marks(reasoning: Reasoning | None, tokenizer: Tokenizer) -> ReasoningMarks | None:
+def _marks(reasoning: Reasoning | None, tokenizer: Tokenizer, *, is_answer: bool) -> ReasoningMarks | None:
+    """`is_answer`: nothing but an answer may follow the reasoning."""
     if reasoning is None or reasoning.stage is Stage.AFTER:
         return None
     return ReasoningMarks(
         start=reasoning.form.start,
         end=reasoning.form.end,
         is_open=reasoning.stage is Stage.INSIDE,
-        closing_ids=tuple(tokenizer.encode(reasoning.form.closing, add_special_tokens=False)),
+        closing_ids=tuple(tokenizer.encode(reasoning.form.closing(is_answer=is_answer), add_special_tokens=False)),
         decode=tokenizer.decoder().with_special,
     )

@@ -15,6 +15,10 @@ from paged_backend.structured_outputs import StructuredOutputsParams
 
 MAX_N = 16384
 MAX_LOGPROB_TOKEN_IDS = 128
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORDS = 4096
+MAX_BAD_WORDS_CHARACTERS = 65536
 GREEDY_BELOW = 1e-5
 LOWEST_TEMPERATURE = 0.01
 
@@ -79,7 +83,8 @@ class SamplingParams:
     seed: int | None = None
     """A seeded result does not depend on what else is in the batch. -1 means None."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the output; searched in the text, cut from it unless `include_stop_str_in_output`."""
+    """Strings that end the output; searched in the text, cut from it unless `include_stop_str_in_output`. At most 64,
+    of 1024 characters in all: each is searched for after every token."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the output, besides the model's own end tokens."""
     include_stop_str_in_output: bool = False
@@ -99,7 +104,7 @@ class SamplingParams:
     """Up to 128 ids whose log-probabilities are added to `logprobs`."""
     bad_words: Sequence[str] | None = None
     """Words that must not be generated, at the start of a text or after a space, in the ids the tokenizer gives them.
-    Other ids that spell the same word are not looked for."""
+    Other ids that spell the same word are not looked for. At most 4096, of 65,536 characters in all."""
     allowed_token_ids: Sequence[int] | None = None
     """If given, nothing but these ids is generated (and the model's end tokens, only if they are among them)."""
     logit_bias: Mapping[int, float] | None = None
@@ -198,6 +203,8 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             if not all(isinstance(text, str) and text for text in getattr(self, name)):
                 check.fail(name, "a list of strings that are not empty")
+        _check_amount("stop", self.stop or (), MAX_STOP_STRINGS, MAX_STOP_CHARACTERS)
+        _check_amount("bad_words", self.bad_words or (), MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS)
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             ids = getattr(self, name)
             if ids is not None and not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
@@ -216,6 +223,16 @@ class SamplingParams:
             check.fail("structured_outputs", "a StructuredOutputsParams or None")
         if self.repetition_detection is not None and not isinstance(self.repetition_detection, RepetitionDetection):
             check.fail("repetition_detection", "a RepetitionDetection or None")
+
+
+def _check_amount(name: str, texts: Sequence[str], max_texts: int, max_characters: int) -> None:
+    """Everybody in a batch waits while the strings of one of them are looked for."""
+    num_characters = sum(map(len, texts))
+    if len(texts) > max_texts or num_characters > max_characters:
+        raise InvalidRequestError(
+            f"{name} has {len(texts)} strings of {num_characters} characters in all, but the limit is {max_texts} "
+            f"strings and {max_characters} characters; give fewer or shorter ones"
+        )
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:

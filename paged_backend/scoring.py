@@ -43,7 +43,7 @@ def pair_of(prompt: str | list[int], continuation: Any, tokenizer: Callable[[], 
     if isinstance(prompt, str) and isinstance(continuation, str):
         pair = _text_pair(prompt, continuation, tokenizer())
     else:
-        before = prompt if isinstance(prompt, list) else tokenizer().encode(prompt)
+        before = prompt if isinstance(prompt, list) else _encode_open(prompt, tokenizer())
         pair = Pair(before, _ids(continuation, tokenizer))
     if not pair.continuation:
         raise InvalidRequestError(f"the continuation {continuation!r} is empty; it must have at least one token")
@@ -78,9 +78,15 @@ def _as_list(continuations: Any) -> list[Any]:
 def _text_pair(prompt: str, continuation: str, tokenizer: Tokenizer) -> Pair:
     text = prompt.rstrip()
     continuation = prompt[len(text) :] + continuation
-    before = tokenizer.encode(text)
-    beyond = tokenizer.encode(text + continuation)[len(before) :]
+    before = _encode_open(text, tokenizer)
+    beyond = _encode_open(text + continuation, tokenizer)[len(before) :]
     return Pair(before, beyond or tokenizer.encode(continuation, add_special_tokens=False))
+
+
+def _encode_open(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Without what some tokenizers put after a text (EOS), since this text goes on."""
+    token_ids = tokenizer.encode(text)
+    return token_ids[: max(0, len(token_ids) - tokenizer.num_final_special_tokens)]
 
 
 def _ids(continuation: Any, tokenizer: Callable[[], Tokenizer]) -> list[int]:

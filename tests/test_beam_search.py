@@ -44,6 +44,13 @@ def likely_ids(model: PreTrainedModel, num: int) -> list[int]:
     return probabilities.topk(num).indices.tolist()
 
 
+def unpadded(token_ids: list[int]) -> list[int]:
+    """Without the padding at the end; within an output, PAD is a token like others."""
+    while token_ids[-1] == PAD:
+        token_ids = token_ids[:-1]
+    return token_ids
+
+
 @torch.inference_mode()
 def generated(
     model: PreTrainedModel, prompt: list[int], eos: list[int] | None, params: BeamSearchParams, **others: Any
@@ -65,7 +72,7 @@ def generated(
         **options,
         **others,
     )
-    tokens = [[i for i in row[len(prompt) :].tolist() if i != PAD] for row in result.sequences]
+    tokens = [unpadded(row[len(prompt) :].tolist()) for row in result.sequences]
     if params.beam_width == 1:
         return [(tokens[0], float(model.compute_transition_scores(result.sequences, result.scores).sum()))]
     return list(zip(tokens, result.sequences_scores.tolist(), strict=True))

@@ -252,3 +252,15 @@ def test_fewer_outputs_reach_the_reader_as_they_are() -> None:
         assert len(result.outputs) == 10 and result.finished
         with pytest.raises(InvalidRequestError, match="beam_width=12 beams of 3 prompt tokens"):
             llm.beam_search([1, 2, 3], BeamSearchParams(beam_width=12, max_tokens=40))
+
+
+def test_parked_beams_leave_their_places_to_those_who_wait() -> None:
+    engine = make_engine(max_num_seqs=2, num_blocks=60)
+    engine.add(make_request([9, 9, 9], "other", max_tokens=60, ignore_eos=True))
+    search = make_search([1, 2, 3], width=2, max_tokens=3)
+    engine.add(search)
+    num_steps = 0
+    while not search.is_finished:
+        engine.step()
+        num_steps += 1
+    assert num_steps < 20

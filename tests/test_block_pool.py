@@ -129,10 +129,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.knows.pop(block, None)
 
     @rule()
-    def forget_free_blocks(self) -> None:
-        self.pool.forget_free_blocks()
-        for block in self.free:
-            self.knows.pop(block, None)
+    def forget_all(self) -> None:
+        self.pool.forget_all()
+        self.knows.clear()
 
     @invariant()
     def what_is_found_holds_what_its_key_says(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from typer.testing import CliRunner, Result
 
 import paged_backend
 from helpers import wait_until
-from helpers_server import END, ScriptedSampler, make_scripted_llm
-from paged_backend import LLM, ConfigError, EngineConfig
+from helpers_server import CHAT_TEMPLATE, END, ScriptedSampler, make_scripted_llm
+from paged_backend import LLM, ConfigError, EngineConfig, EngineDeadError
 from paged_backend.cli import chat as chat_module
 from paged_backend.cli import generate as generate_module
 from paged_backend.cli import run_batch as run_batch_module
@@ -26,6 +28,8 @@ from paged_backend.cli import serve as serve_module
 from paged_backend.cli.app import app
 from paged_backend.cli.jsonl import JsonLines
 from paged_backend.cli.options import ENGINE_OPTIONS
+from paged_backend.cli.progress import as_they_finish
+from paged_backend.engine.scheduler import SchedulerOutput
 from paged_backend.server.serving import Serving
 
 ROOT = Path(__file__).parents[1]
@@ -51,12 +55,14 @@ class Fakes:
 
     made: list[tuple[str, dict[str, Any]]]
     script: list[int]
+    template: str = CHAT_TEMPLATE
+    on_step: Callable[[SchedulerOutput], object] = lambda output: None
     sampler: ScriptedSampler | None = None
 
     def make(self, model: str, tokenizer: str | None = None, **config: Any) -> LLM:
         self.made.append((model, config))
-        llm, _, self.sampler = make_scripted_llm(**config)
-        self.sampler.script = self.script
+        llm, runner, self.sampler = make_scripted_llm(template=self.template, **config)
+        self.sampler.script, runner.on_step = self.script, self.on_step
         return llm
 
 
@@ -180,6 +186,13 @@ def test_chat_ends_with_its_input(fakes: Fakes) -> None:
     assert run("chat", "m", text="hi\n").exit_code == 0
 
 
+@pytest.mark.parametrize("model", ["m", "[/m]"])
+def test_chat_shows_what_looks_like_markup(fakes: Fakes, model: str) -> None:
+    fakes.template = "{{ raise_exception('no [/INST] here') }}"
+    result = run("chat", model, text="hi\n")
+    assert result.exit_code == 0 and "no [/INST] here" in result.output
+
+
 def test_generate_keeps_the_order_of_the_prompts(fakes: Fakes, tmp_path: Path) -> None:
     fakes.script = []
     source, target, again = (tmp_path / name for name in ("prompts.txt", "results.txt", "again.txt"))
@@ -202,11 +215,11 @@ def test_generate_reads_and_writes_json_lines(fakes: Fakes, tmp_path: Path) -> N
         {"messages": [{"role": "user", "content": "hi"}]},
     ]
     bad: list[Any] = [{"prompt": "x", "temperature": 9}, {"nothing": 1}, {"prompt": "x", "n": 2}]
-    source.write_text("\n".join(map(json.dumps, lines + bad)) + "\n{broken\n")
+    source.write_text("\n".join(map(json.dumps, lines + bad)) + "\n{broken\n" + "[" * 100_000 + "\n")
     result = run("generate", "m", "-i", str(source), "-o", str(target), "--max-tokens", "4")
-    assert "4 of 7 prompts failed" in failed(result, 3)
+    assert "5 of 8 prompts failed" in failed(result, 3)
     results = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [entry.get("text") for entry in results] == ["abcd", "ab", "abcd", None, None, None, None]
+    assert [entry.get("text") for entry in results] == ["abcd", "ab", "abcd", *[None] * 5]
     assert "temperature=9" in results[3]["error"]
 
 
@@ -232,6 +245,55 @@ def test_generate_resumes_only_what_was_asked_for_alike(fakes: Fakes, tmp_path: 
     assert "other settings" in failed(run(*arguments, "5"))
     assert run(*arguments, "4").exit_code == 0
     assert target.read_text() == "kept\nabcd\n"
+
+
+def test_generate_asks_again_after_the_engine_died(fakes: Fakes, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_text("".join(f"prompt {number}\n" for number in range(20)))
+    arguments = ("generate", "m", "-i", str(source), "-o", str(target), "--max-tokens", "4", "--max-num-seqs", "2")
+    fakes.on_step = dying_after(20)
+    died = run(*arguments)
+    assert died.exit_code == 1 and "error: the engine died of SystemExit" in died.output
+    assert not target.exists()
+    before = (tmp_path / "out.txt.partial").read_text().splitlines()
+    assert 1 < len(before) < 21 and "error" not in "".join(before)
+    fakes.on_step = lambda output: None
+    assert run(*arguments).exit_code == 0
+    assert target.read_text() == "abcd\n" * 20
+
+
+def test_generate_asks_again_for_what_failed(fakes: Fakes, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_text("one\n")
+    with JsonLines(tmp_path / "out.txt.partial") as journal:
+        journal.append({"settings": {"model": "m", "chat": False, "max_tokens": 4}})
+        journal.append({"index": 0, "line": "one", "error": "bad luck", "usage": {"completion_tokens": 0}})
+    assert run("generate", "m", "-i", str(source), "-o", str(target), "--max-tokens", "4").exit_code == 0
+    assert target.read_text() == "abcd\n"
+
+
+async def test_of_requests_that_fail_together_none_is_reported_late() -> None:
+    late: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: late.append(context))
+
+    async def fail(number: int) -> None:
+        raise EngineDeadError("dead")
+
+    with pytest.raises(EngineDeadError):
+        async for _ in as_they_finish(range(4), fail, at_once=4):
+            pass
+    gc.collect()
+    assert late == []
+
+
+def dying_after(num_steps: int) -> Callable[[SchedulerOutput], None]:
+    left = iter(range(num_steps))
+
+    def step(output: SchedulerOutput) -> None:
+        if next(left, None) is None:
+            raise SystemExit("on purpose")
+
+    return step
 
 
 BATCH: list[tuple[str, str | None]] = [

@@ -41,8 +41,11 @@ def _generated(model: Any, tokenizer: Any, conversation: list[dict[str, str]]) -
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 5}, {"num_gpu_blocks_override": 12}],
-    ids=["roomy", "chunked", "preempted"],
+    [
+        pytest.param({}, id="roomy"),
+        pytest.param({"max_num_batched_tokens": 5}, id="chunked", marks=pytest.mark.slow),
+        pytest.param({"num_gpu_blocks_override": 12}, id="preempted", marks=pytest.mark.slow),
+    ],
 )
 def test_greedy_answers_in_float32_are_those_of_generate(right: list[list[int]], settings: dict[str, Any]) -> None:
     with LLM("demo", dtype="float32", **{"kv_cache_memory": "256MiB"} | settings) as llm:

@@ -274,6 +274,16 @@ def test_the_models_recommendations_count_until_something_else_is_said(tmp_path:
         assert llm.get_default_chat_params().max_tokens is None
 
 
+def test_a_passed_tokenizer_may_be_used_by_others_at_the_same_time(model: Any) -> None:
+    tokenizer = make_tokenizer()
+    with LLM(model, tokenizer, kv_cache_memory="4MiB") as llm:
+        right = llm.generate("ab", GREEDY)[0]
+        tokenizer(["a", "a b c"], padding="max_length", max_length=40)
+        assert llm.generate("ab", GREEDY)[0].prompt_token_ids == right.prompt_token_ids
+        assert tokenizer.backend_tokenizer.padding is not None  # nor have we switched off what others use
+        assert llm.get_tokenizer() is tokenizer
+
+
 # --- memory and life ---
 
 
@@ -283,6 +293,18 @@ def test_a_reset_prefix_cache_is_empty(llm: LLM) -> None:
     assert solo(llm, prompt, GREEDY).num_cached_tokens == 48
     llm.reset_prefix_cache()
     assert solo(llm, prompt, GREEDY).num_cached_tokens == 0
+
+
+def test_what_was_begun_before_a_reset_is_not_shared_after_it(llm: LLM) -> None:
+    prompt = list(range(200, 250))
+    endless = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    with llm.stream(prompt, endless) as running:
+        next(running)
+        llm.reset_prefix_cache()
+        for _ in range(20):  # it fills blocks of its output
+            next(running)
+        assert solo(llm, prompt, GREEDY).num_cached_tokens == 0
+    assert solo(llm, prompt, GREEDY).num_cached_tokens == 48  # of the second one's
 
 
 def test_the_cache_takes_no_more_than_asked_and_says_when_that_is_impossible(model: Any) -> None:

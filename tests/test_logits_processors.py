@@ -217,6 +217,22 @@ def test_an_exception_fails_its_request_alone_and_keeps_its_cause(model: PreTrai
     assert stats.failed == {"EngineError": 1}
 
 
+def ban_all(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(logits, -torch.inf)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}])
+def test_where_all_is_banned_the_lowest_allowed_id_is_taken_or_else_0(
+    model: PreTrainedModel, options: dict[str, Any]
+) -> None:
+    params = [
+        SamplingParams(logits_processors=[ban_all], seed=1, max_tokens=NUM_NEW, ignore_eos=True, **options, **ids)
+        for ids in ({}, {"allowed_token_ids": [9, 7]})
+    ]
+    with make_llm(model) as llm:
+        assert token_ids(llm, PROMPTS[:2], params) == [[0] * NUM_NEW, [7] * NUM_NEW]
+
+
 def test_rows_without_processors_are_untouched_beside_one_that_has_them(model: PreTrainedModel) -> None:
     params = [greedy(), greedy(only(9)), greedy(repetition_penalty=1.5)]
     with make_llm(model) as llm:

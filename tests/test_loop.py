@@ -234,6 +234,44 @@ async def test_closing_an_asynchronous_stream_frees_its_blocks_before_the_next_s
     assert [output async for output in unread] == []
 
 
+async def test_closing_a_stream_while_its_request_is_made_ends_the_request(llm: LLM) -> None:
+    stream = llm.astream([1] * 10, ENDLESS)
+    made, may_go_on = stream._submit, asyncio.Event()
+
+    async def slowly() -> Any:
+        await may_go_on.wait()
+        return await made()
+
+    stream._submit = slowly
+    reader = asyncio.create_task(anext(stream, None))
+    await asyncio.sleep(0)
+    await stream.aclose()
+    may_go_on.set()
+    await asyncio.wait_for(reader, WAIT_SECONDS)
+    await asyncio.to_thread(wait_until, lambda: is_idle(llm.stats()))
+
+
+def test_a_closing_engine_says_so_at_once(llm: LLM) -> None:
+    """Not only when the step that it is in is over."""
+    entered, may_go_on = threading.Event(), threading.Event()
+
+    def step_that_lasts(engine: Any) -> None:
+        entered.set()
+        may_go_on.wait(WAIT_SECONDS)
+
+    busy = threading.Thread(target=lambda: llm._loop.call(step_that_lasts))
+    busy.start()
+    entered.wait(WAIT_SECONDS)
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    wait_until(lambda: llm.is_closed)
+    with pytest.raises(EngineDeadError, match="make a new LLM"):
+        llm.submit([1, 2, 3], ENDLESS)
+    may_go_on.set()
+    for thread in (busy, closing):
+        thread.join(WAIT_SECONDS)
+
+
 def test_an_aborted_request_gives_its_reader_what_there_was(llm: LLM) -> None:
     handle = llm.submit([1, 2, 3], ENDLESS)
     first = next(handle)

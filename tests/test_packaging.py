@@ -123,7 +123,7 @@ def stub_of_hf_kernels(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("hf_kernels_installed", [False, True])
+@pytest.mark.parametrize("hf_kernels_installed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_transformers_imports_from_the_repository_root(hf_kernels_installed: bool, tmp_path: Path) -> None:
     code = """
         from transformers import LlamaForCausalLM

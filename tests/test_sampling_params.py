@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paged_backend.engine.request import Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
 
@@ -122,6 +123,17 @@ def test_the_ends_of_each_range_are_accepted(field: str, value: Any) -> None:
 def test_min_tokens_may_be_anything_up_to_max_tokens() -> None:
     assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
     assert SamplingParams(min_tokens=10**6, max_tokens=None).min_tokens == 10**6
+
+
+@pytest.mark.parametrize(("field", "limit"), [("stop", (64, 1024)), ("bad_words", (4096, 65536))])
+def test_the_strings_to_look_for_are_limited_in_number_and_length(field: str, limit: tuple[int, int]) -> None:
+    max_strings, max_characters = limit
+    for accepted in (["ab"] * max_strings, ["x" * max_characters]):
+        assert getattr(SamplingParams(**{field: accepted}), field) == tuple(accepted)
+    for refused in (["ab"] * (max_strings + 1), ["x" * max_characters, "y"]):
+        given = f"{field} has {len(refused)} strings of {sum(map(len, refused))} characters"
+        with pytest.raises(InvalidRequestError, match=f"{given}.* limit is {max_strings} .*{max_characters}"):
+            SamplingParams(**{field: refused})
 
 
 def test_stop_strings_need_the_text() -> None:
@@ -248,3 +260,8 @@ def test_replace_gives_a_checked_copy() -> None:
 def test_repetition_detection_is_checked_too(values: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequestError, match=field):
         RepetitionDetection(**values)
+
+
+def test_a_sample_that_has_not_forked_yet_has_no_output_tokens() -> None:
+    request = Request(request_id="r", prompt_token_ids=[1, 2, 3], params=SamplingParams(n=2), max_tokens=16, seed=0)
+    assert [sequence.num_output_tokens for sequence in request.sequences] == [0, 0]

@@ -108,8 +108,8 @@ def test_only_the_logits_of_the_continuation_are_computed() -> None:
 # --- where a continuation begins ---
 
 
-def merging_tokenizer(*merges: tuple[str, str], bos: bool = False, end: bool = False) -> Tokenizer:
-    """Characters and what they merge to, a leading blank written as `▁`."""
+def merging_tokenizer(*merges: tuple[str, str], bos: bool = False, end: bool = False, ends: bool = False) -> Tokenizer:
+    """Characters and what they merge to, a leading blank written as `▁`; with `ends`, `</s>` is put after a text."""
     tokens = [*"▁abcdef", *("".join(pair) for pair in merges)]
     backend = BackendTokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, list(merges)))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
@@ -121,7 +121,12 @@ def merging_tokenizer(*merges: tuple[str, str], bos: bool = False, end: bool = F
             single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
         )
         special["bos_token"] = "<s>"
-    if end:
+    if ends:
+        backend.add_special_tokens([AddedToken("</s>", special=True)])
+        backend.post_processor = processors.TemplateProcessing(
+            single="$A </s>", special_tokens=[("</s>", backend.token_to_id("</s>"))]
+        )
+    if end or ends:
         special["eos_token"] = "</s>"
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **special))
 
@@ -164,6 +169,15 @@ def test_an_empty_prompt_is_bos_or_else_eos() -> None:
         assert (bos, end) == (with_bos.hf_tokenizer.bos_token_id, with_end.hf_tokenizer.eos_token_id)
         with pytest.raises(InvalidRequestError, match="neither a BOS nor an EOS"):
             pair_of(prompt, "ab", lambda: bare)
+
+
+def test_what_a_tokenizer_puts_after_a_text_is_no_part_of_the_pair() -> None:
+    tokenizer = merging_tokenizer(ends=True)
+    a, b, c, d, end = tokenizer.hf_tokenizer.convert_tokens_to_ids(["a", "b", "c", "d", "</s>"])
+    assert tokenizer.encode("ab") == [a, b, end]
+    assert pair_of("ab", "cd", lambda: tokenizer) == Pair([a, b], [c, d])
+    assert pair_of("ab", [c], lambda: tokenizer) == Pair([a, b], [c])
+    assert pair_of("", "cd", lambda: tokenizer) == Pair([end], [c, d])
 
 
 def test_ids_are_taken_as_they_are() -> None:

@@ -87,7 +87,7 @@ def test_nothing_is_left_of_finished_requests(server: ServerUnderTest, client: o
 
 def test_a_reader_who_reads_nothing_is_given_up() -> None:
     server = make_server(num_blocks=8192, max_model_len=8192, stall_timeout=0.3)
-    body = json.dumps({"prompt": ["x" * 4000] * 400, "n": 4, "echo": True, "max_tokens": 1, "stream": True}).encode()
+    body = json.dumps({"prompt": ["x" * 7000] * 8, "n": 128, "echo": True, "max_tokens": 1, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     with server.live() as url, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -215,6 +215,35 @@ def test_metrics_have_a_port_of_their_own_without_a_key() -> None:
     assert server.llm.is_closed
 
 
+def test_a_drain_lets_requests_finish_and_refuses_new_ones() -> None:
+    server = make_server()
+    server.sampler.script, server.runner.on_step = [*b"abcdefgh"], lambda output: time.sleep(0.01)
+    settings = ServerSettings(port=free_port())
+    serving = Serving(settings, model="fake")
+
+    async def run() -> tuple[httpx.Response, list[str]]:
+        running = asyncio.create_task(lifecycle.serve(lambda: server.llm, serving))
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}") as client:
+            while not serving.is_ready or not await is_open(settings.port):
+                await asyncio.sleep(0.01)
+            body = {"prompt": "hi", "max_tokens": 30, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                signal.raise_signal(signal.SIGTERM)
+                while not serving.is_draining:
+                    await asyncio.sleep(0.01)
+                refused = await client.post("/v1/completions", json={"prompt": "hi"})
+                rest = [line async for line in lines if line]
+        await running
+        return refused, rest
+
+    refused, rest = asyncio.run(asyncio.wait_for(run(), WAIT_SECONDS))
+    refusal(refused, 503)
+    assert rest[-1] == "data: [DONE]" and json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert server.llm.is_closed
+
+
 def test_an_address_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = ServerSettings(port=taken.getsockname()[1])
@@ -273,6 +302,7 @@ def running(*options: str, step_seconds: float = 0.01) -> Iterator[Process]:
         process.popen.communicate()
 
 
+@pytest.mark.slow
 def test_sigterm_lets_requests_finish_and_refuses_new_ones() -> None:
     with running() as process, httpx.Client(base_url=process.url, timeout=WAIT_SECONDS) as client:
         body = {"prompt": "hi", "max_tokens": 100, "stream": True}

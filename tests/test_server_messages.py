@@ -10,7 +10,7 @@ import pytest
 
 from helpers_server import ServerUnderTest, answered, make_server
 from test_server_errors import failing_after
-from test_server_tools import ARGUMENTS, CALLS, TEMPLATE, WEATHER, say
+from test_server_tools import ARGUMENTS, CALLS, TAKEN_BACK, TEMPLATE, WEATHER, say
 
 PATH = "/v1/messages"
 TOOL = {
@@ -77,6 +77,17 @@ def test_calls_and_reasoning_are_blocks_of_their_own(server: ServerUnderTest, cl
         assert one.stop_reason == "tool_use"
 
 
+def test_a_stream_ends_like_a_whole_answer_if_a_call_is_taken_back(
+    server: ServerUnderTest, client: anthropic.Anthropic
+) -> None:
+    say(server, TAKEN_BACK)
+    body: dict[str, Any] = {"model": "fake", "max_tokens": 500, "messages": HI, "tools": [TOOL]}
+    events = list(client.messages.create(**body, stream=True))
+    assert "tool_use" in [event.content_block.type for event in events if event.type == "content_block_start"]
+    (reason,) = [event.delta.stop_reason for event in events if event.type == "message_delta"]
+    assert reason == client.messages.create(**body).stop_reason == "end_turn"
+
+
 def test_thoughts_may_be_left_out(server: ServerUnderTest, client: anthropic.Anthropic) -> None:
     say(server, "<think>hm</think>so")
     body: dict[str, Any] = {"model": "fake", "max_tokens": 500, "messages": HI, "thinking": {"type": "disabled"}}
@@ -129,6 +140,8 @@ def test_the_sdk_raises_its_own_errors(server: ServerUnderTest, client: anthropi
 BAD: list[dict[str, Any]] = [
     {"messages": []},
     {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": 5}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": {}}]}]},
     {"messages": [{"role": "system", "content": "x"}]},
     {"max_tokens": None},
     {"tools": [{"name": "x"}]},

@@ -33,6 +33,8 @@ CALLS = "".join(
     f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
     for city in ("Bern", "Zürich")
 )
+TAKEN_BACK = '<tool_call>{"name": "weather", "arguments": {"city": 1,,}</tool_call>'
+"""Looks like a call until the second comma."""
 ARGUMENTS = [{"city": "Bern"}, {"city": "Zürich"}]
 
 
@@ -100,6 +102,15 @@ async def test_what_is_no_call_is_text(server: ServerUnderTest) -> None:
     say(server, "<tool_call>{broken</tool_call>")
     (choice,) = (await server.chat(tools=[WEATHER]))["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "<tool_call>{broken</tool_call>")
+
+
+@pytest.mark.parametrize("text", [TAKEN_BACK, CALLS + TAKEN_BACK], ids=["alone", "after_others"])
+async def test_a_stream_ends_like_a_whole_answer_if_a_call_is_taken_back(server: ServerUnderTest, text: str) -> None:
+    say(server, text)
+    (whole,) = (await server.chat(tools=[WEATHER]))["choices"]
+    choices = [chunk["choices"][0] for chunk in await server.chunks(PATH, messages=[user("hi")], tools=[WEATHER])]
+    assert any("tool_calls" in choice["delta"] for choice in choices)
+    assert choices[-1]["finish_reason"] == whole["finish_reason"] == ("stop" if text == TAKEN_BACK else "tool_calls")
 
 
 async def test_reasoning_is_no_text_and_may_be_left_out(server: ServerUnderTest) -> None:

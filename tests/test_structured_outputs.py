@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -345,6 +346,51 @@ LARGE = [{"json": {"type": "integer", "maximum": 20_000_000_000}}, {"regex": "((
 @pytest.mark.parametrize("large", LARGE)
 def test_large_numbers_are_fine(llm: LLM, large: dict[str, Any]) -> None:
     generate(llm, make_params(max_tokens=20, **large))
+
+
+DEEP_GRAMMARS = """
+import sys, threading
+import numpy as np
+sys.path[:0] = {path}
+from helpers_structured import make_tokenizer
+from paged_backend import StructuredOutputsParams
+from paged_backend.sampling import grammar
+from paged_backend.sampling.grammar import GrammarCompiler
+
+rules = "start: r0\\n" + "".join(f"r{{i}}: r{{i + 1}}\\n" for i in range(7000)) + 'r7000: "a"'
+refs = {{str(i): {{"$ref": f"#/$defs/{{i + 1}}"}} for i in range(3500)}} | {{"3500": {{"const": "a"}}}}
+grammars = [{{"grammar": rules}}, {{"grammar": rules.replace("r", "R").replace("staRt", "start")}}]
+grammars.append({{"json": {{"$ref": "#/$defs/0", "$defs": refs}}}})
+compiler = GrammarCompiler(make_tokenizer().backend, 300, [276])
+
+def follow(compiled):
+    matcher = compiled.matcher()
+    matcher.fill(np.zeros(matcher.num_words, np.int32))
+    matcher.catch_up(list((b"a", b'"a"')[compiled is json_grammar]))
+    assert matcher.is_complete
+
+*lark_grammars, json_grammar = [compiler.compile(StructuredOutputsParams(**given)) for given in grammars]
+threads = [threading.Thread(target=follow, args=[one]) for one in (*lark_grammars, json_grammar)]
+for thread in threads:
+    thread.start()
+    thread.join()
+print("followed")
+"""
+
+
+def test_long_chains_of_rules_do_not_overflow_the_stack() -> None:
+    code = DEEP_GRAMMARS.format(path=sys.path)
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (0, "followed\n", "")
+
+
+def test_nobody_waits_for_ever_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(grammar, "_MAX_COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(grammar, "_compile", lambda *_: may_end.wait(20))
+    with pytest.raises(InvalidRequestError, match=r"not compiled within 0.05 s"):
+        GrammarCompiler(byte_level_tokenizer(), 257, [256]).compile(StructuredOutputsParams(regex="a"))
+    may_end.set()
 
 
 def test_structured_outputs_that_are_something_else_are_refused() -> None:

@@ -288,6 +288,14 @@ def test_variants_and_mistakes(case: Case, size: int) -> None:
         assert output.invalid_tool_calls == []
 
 
+@pytest.mark.parametrize("schema", [{"type": None}, {"type": 5}, {"type": [{}]}, {"anyOf": 5}, {"anyOf": [5, {}]}, 5])
+def test_a_value_is_read_as_json_where_the_schema_is_nonsense(schema: Any) -> None:
+    form = make_format("qwen3_coder", tools={"f": {"type": "object", "properties": {"x": schema}}})
+    output = parse(form, "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>")
+
+    assert calls(output) == [("f", {"x": 1})]
+
+
 def test_an_id_that_the_model_gives_is_kept_and_mistrals_own_are_short() -> None:
     given_id = parse(make_format("mistral"), "[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{}").tool_calls[0].id
     made_id = parse(make_format("mistral"), "[TOOL_CALLS]f[ARGS]{}").tool_calls[0].id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Iterable
@@ -10,13 +11,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from helpers import FakeRunner, in_threads, make_llm
+from helpers import WAIT_SECONDS, FakeRunner, in_threads, is_idle, make_llm, wait_until
 from helpers_models import EOS, VOCAB_SIZE, make_model, make_tokenizer
 from paged_backend import (
     LLM,
     CompletionOutput,
     ConfigError,
     EngineConfig,
+    EngineError,
     InvalidRequestError,
     RequestOutputKind,
     SamplingParams,
@@ -25,6 +27,7 @@ from paged_backend import (
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.chat.tool_grammar import tool_grammar
 from paged_backend.chat.tool_parsers import TOOL_PARSERS
+from paged_backend.chat.tool_parsers.hermes import HermesParser
 from paged_backend.chat.tools import check_tools
 from paged_backend.handle import _extend
 from paged_backend.model.demo import demo_folder
@@ -121,6 +124,11 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</to
         ([tool(parameters=[1])], r"tools\[0\] \(weather\) has function.parameters="),
         ([tool(parameters={"type": "string"})], r"function.parameters of type 'string'"),
         ([tool(parameters={"properties": [1]})], r"function.parameters.properties"),
+        ([tool(), tool("b", {"required": 5})], r"tools\[1\] \(b\) has function.parameters.required=5; give a list"),
+        ([tool(parameters={"required": "city"})], r"function.parameters.required='city'"),
+        ([tool(parameters={"required": [1]})], r"function.parameters.required=\[1\]"),
+        ([tool(parameters={"properties": {"x": 5}})], r"function.parameters.properties\['x'\]=5"),
+        ([tool(parameters={"properties": {"x": {"enum": 5}}})], r"function.parameters.properties\['x'\].enum=5"),
         ([tool(description=3)], r"function.description=3"),
         ([tool(strict="yes")], r"function.strict='yes'"),
         ([tool(parameters={"type": "object", "properties": {"x": {"default": object()}}})], r"tools\[0\].*JSON"),
@@ -301,6 +309,36 @@ def test_a_truncated_call_is_text_and_an_invalid_call() -> None:
     assert (sample.tool_calls, sample.finish_reason) == ([], "length")
     assert sample.text.startswith('<tool_call>\n{"name": "weather"')
     assert sample.invalid_tool_calls[0].name == "weather" and sample.invalid_tool_calls[0].error
+
+
+class BrokenParser(HermesParser):
+    """Has a mistake that shows at the first call."""
+
+    def run(self) -> Any:
+        yield from self.text_until("<tool_call>")
+        raise KeyError("a mistake")
+
+
+def test_a_mistake_in_a_parser_ends_the_request_and_every_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOOL_PARSERS, "broken", BrokenParser)
+    goes_on = forced(CALL + " " * 1000, n=2)
+
+    def ask() -> Any:
+        return llm.stream_chat(ASK, goes_on, tools=[tool()], tool_call_parser="broken")
+
+    async def ask_async() -> None:
+        await ask().aresult()
+
+    with chat_llm() as llm:
+        handle = ask()
+        for _ in range(2):
+            with pytest.raises(EngineError, match=r"could not be read: KeyError\('a mistake'\)"):
+                handle.result(WAIT_SECONDS)
+        with pytest.raises(EngineError, match="could not be read"):
+            list(ask())
+        with pytest.raises(EngineError, match="could not be read"):
+            asyncio.run(asyncio.wait_for(ask_async(), WAIT_SECONDS))
+        wait_until(lambda: is_idle(llm.stats()))
 
 
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>"]
@@ -496,6 +534,28 @@ def test_strict_tools_leave_the_model_free_but_hold_their_calls_to_the_schema(na
     assert not is_allowed(before + call.replace("3", "30"))
     assert not is_allowed(before + call.replace("nested", "unknown"))
     assert is_allowed(before + call + before + call) is bool(before)
+
+
+@pytest.mark.parametrize(
+    ("choice", "strict", "following"),
+    [
+        ("required", False, "<|channel|>commentary to=functions.nothing"),
+        ("auto", True, "<|channel|>commentary to=functions.nothing"),
+        ("auto", False, "ccc"),
+    ],
+)
+def test_calls_stay_possible_where_the_thinking_budget_ends_the_reasoning(
+    random_llm: Any, choice: str, strict: bool, following: str
+) -> None:
+    tools = [tool("nothing", {"type": "object", "properties": {}, "additionalProperties": False}, strict=strict)]
+    likes_c = SamplingParams(temperature=0.0, max_tokens=80, thinking_token_budget=5, logit_bias={ord("c"): 90})
+    options = {"tool_choice": choice, "tool_call_parser": "openai", "reasoning_parser": "openai"}
+    [output] = random_llm.chat(
+        ASK, likes_c, tools=tools, chat_template=WITH_TOOLS + "<|channel|>analysis<|message|>", **options
+    )
+
+    written = random_llm.get_tokenizer().decode(output.outputs[0].token_ids)
+    assert written.startswith("ccccc<|end|><|start|>assistant" + following)
 
 
 def test_tools_that_constrain_exclude_structured_outputs(random_llm: Any) -> None:

@@ -36,12 +36,16 @@ def with_raw(
 
 
 def _check_whole(result: list[Generation]) -> None:
-    """LangChain's parsers complete JSON that breaks off, and find nothing where a call breaks off."""
+    """LangChain's parsers complete JSON that breaks off, and find nothing where a call breaks off.
+
+    A stop string or stop token of the caller's cuts as `max_tokens` does; what ends by itself has no `stop_reason`.
+    """
     generation = result[0]
     message = generation.message if isinstance(generation, ChatGeneration) else None
-    if message is not None and message.response_metadata.get("finish_reason") == "length":
+    ending = {} if message is None else message.response_metadata
+    if message is not None and (ending.get("finish_reason") == "length" or "stop_reason" in ending):
         raise OutputParserException(
-            "the answer was cut off before its end, so it is not what was asked for; raise max_tokens",
+            "the answer was cut off before its end, so it is not what was asked for; raise max_tokens or drop stop",
             llm_output=message.text,
         )
 

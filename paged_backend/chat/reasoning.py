@@ -33,10 +33,9 @@ class ReasoningFormat(NamedTuple):
     answer: str = ""
     """What opens an answer after that."""
 
-    @property
-    def closing(self) -> str:
-        """What ends the reasoning, such that an answer follows."""
-        return self.end + self.after + self.answer
+    def closing(self, *, is_answer: bool) -> str:
+        """What ends the reasoning, such that an answer follows; or else an answer or a call, whichever is next."""
+        return self.end + self.after + (self.answer if is_answer else "")
 
     def stage_after(self, prompt: str) -> Stage:
         """Where the output begins that follows a prompt."""

@@ -25,10 +25,14 @@ class Tokenizer:
     one. A chat is tokenised as its template rendered it, with nothing added.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None, *, is_callers: bool = False
+    ) -> None:
+        """`is_callers`: others may use the tokenizer, so that this one works on a copy."""
+        self._given = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is not None and (backend.truncation or backend.padding):
-            # Each call would switch these off, and another thread's call may be using them.
+        if is_callers or (backend is not None and (backend.truncation or backend.padding)):
+            # Each call switches truncation and padding on or off, which others' calls may be using.
             tokenizer = copy.deepcopy(tokenizer)
         self._tokenizer = tokenizer
         self._chat_template = chat_template
@@ -40,7 +44,7 @@ class Tokenizer:
     @property
     def hf_tokenizer(self) -> PreTrainedTokenizerBase:
         """The one it was made of."""
-        return self._tokenizer
+        return self._given
 
     @property
     def backend(self) -> Any:

@@ -100,7 +100,25 @@ def _parameters(function: Mapping[str, Any], name: str, index: int) -> dict[str,
         raise _bad(index, f"({name}) has function.parameters of type {parameters['type']!r}; it must be 'object'")
     if not isinstance(parameters.get("properties", {}), Mapping):
         raise _bad(index, f"({name}) has function.parameters.properties={parameters['properties']!r}; give a mapping")
+    _check_fields(parameters, f"({name}) has function.parameters", index)
     return {"type": "object", "properties": {}, **parameters}
+
+
+def _check_fields(parameters: Mapping[str, Any], where: str, index: int) -> None:
+    """What is read here and not by a compiler of schemas, which has errors of its own."""
+    required = parameters.get("required")
+    if required is not None and not (_is_list(required) and all(isinstance(key, str) for key in required)):
+        raise _bad(index, f"{where}.required={required!r}; give a list of names")
+    for key, part in parameters.get("properties", {}).items():
+        if not isinstance(part, (Mapping, bool)):
+            raise _bad(index, f"{where}.properties[{key!r}]={part!r}; it must be a JSON schema")
+        choices = part.get("enum") if isinstance(part, Mapping) else None
+        if choices is not None and not _is_list(choices):
+            raise _bad(index, f"{where}.properties[{key!r}].enum={choices!r}; give a list of values")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _check_unique(names: list[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from paged_backend import LLM, InvalidRequestError, RequestHandle
 from paged_backend.cli.options import Engine, command, start_logging
@@ -34,13 +35,13 @@ def chat(
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  lines can be edited and found again
     tokenizer = engine.pop("tokenizer", None)
-    with console.status(f"loading {model}"):
+    with console.status(escape(f"loading {model}")):
         llm = LLM(model, tokenizer, **engine)
     with llm:
         conversation = _Conversation(
             llm, console, system, {name: value for name, value in given.items() if value is not None}
         )
-        console.print(f"[dim]{llm.model_name}: /help shows what else there is[/dim]")
+        console.print(f"{llm.model_name}: /help shows what else there is", style="dim", markup=False)
         with contextlib.suppress(EOFError, KeyboardInterrupt):
             while conversation.turn(console.input("[bold]> [/bold]").strip()):
                 pass
@@ -85,7 +86,7 @@ class _Conversation:
         try:
             answer = self._print(self._llm.stream_chat(self._messages, self._params))
         except InvalidRequestError as error:
-            self._console.print(f"[red]{error}[/red]")
+            self._console.print(str(error), style="red", markup=False)
             answer = ""
         if answer:
             self._messages.append({"role": "assistant", "content": answer})

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from paged_backend import LLM, ConfigError, PagedBackendError, RequestHandle, RequestOutputKind
+from paged_backend import LLM, ConfigError, EngineDeadError, PagedBackendError, RequestHandle, RequestOutputKind
 from paged_backend.cli.jsonl import JsonLines, input_lines, replace_atomically
 from paged_backend.cli.options import INCOMPLETE, Engine, command, start_logging
 from paged_backend.cli.progress import as_they_finish, at_once, progress_bar, watched
@@ -96,7 +96,7 @@ class _Job:
         return [(index + 1, entries[index]["error"]) for index in sorted(entries) if "error" in entries[index]]
 
     def _resumed(self, journal: JsonLines, lines: list[_Line]) -> dict[int, dict[str, Any]]:
-        """What the journal has of these lines; raises ConfigError if it is about something else."""
+        """The lines that the journal has an answer to; raises ConfigError if it is about something else."""
         found = iter(journal.entries())
         head = next(found, None)
         if head is None:
@@ -106,7 +106,7 @@ class _Job:
             raise ConfigError(
                 f"{self._partial} was begun with other settings: {head.get('settings')}; use them, or --overwrite"
             )
-        entries = {entry["index"]: entry for entry in found}
+        entries = {entry["index"]: entry for entry in found if "error" not in entry}
         return {line.position: entries[line.position] for line in lines if _is_of(entries.get(line.position), line)}
 
     async def _complete(self, llm: LLM, line: _Line) -> dict[str, Any]:
@@ -116,6 +116,8 @@ class _Job:
         try:
             handle = await asyncio.to_thread(self._submit, llm, line)
             output = await handle.aresult()
+        except EngineDeadError:  # no answer: the next run has to ask again
+            raise
         except PagedBackendError as error:
             return entry | {"error": str(error), "usage": _usage(0, 0)}
         first = output.outputs[0]
@@ -140,7 +142,7 @@ class _Job:
         if self._is_json:
             try:
                 prompt = json.loads(line.text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"the line is no JSON: {error}") from None
         if isinstance(prompt, dict):
             own = dict(prompt)

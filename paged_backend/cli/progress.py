@@ -20,7 +20,7 @@ _REFRESH_SECONDS = 1.0
 
 async def as_they_finish(items: Iterable[T], work: Callable[[T], Awaitable[R]], *, at_once: int) -> AsyncIterator[R]:
     """The results of `work`, at most `at_once` running. An item is taken when there is room: there may be millions."""
-    left, running = iter(items), set[asyncio.Future[R]]()
+    left, running, done = iter(items), set[asyncio.Future[R]](), set[asyncio.Future[R]]()
     try:
         while True:
             while len(running) < at_once and (item := next(left, None)) is not None:
@@ -33,7 +33,7 @@ async def as_they_finish(items: Iterable[T], work: Callable[[T], Awaitable[R]], 
     finally:
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await asyncio.gather(*running, *done, return_exceptions=True)
 
 
 def at_once(llm: LLM) -> int:

@@ -103,7 +103,7 @@ class BlockPool:
         if block in self._free:
             self._free.move_to_end(block, last=False)
 
-    def forget_free_blocks(self) -> None:
-        """Empty the prefix cache; what is in use stays findable."""
-        for block in tuple(self._free):
+    def forget_all(self) -> None:
+        """Nobody finds any block any more, whether it is in use or free."""
+        for block, _ in list(self._cached.values()):
             self.unpublish(block)

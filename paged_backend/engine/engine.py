@@ -129,7 +129,7 @@ class Engine:
         return [output for request in list(self._requests.values()) for output in self._fail(request, error)]
 
     def reset_prefix_cache(self) -> None:
-        self._scheduler.kv_cache_manager.pool.forget_free_blocks()
+        self._scheduler.kv_cache_manager.forget_prefixes(self._scheduler.running)
 
     def stats(self) -> EngineStats:
         return self._metrics.stats(self._scheduler)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from paged_backend.engine.block_pool import BlockKey, BlockPool, CachedBlock
 from paged_backend.engine.request import Sequence
+
+_ALL = sys.maxsize
+"""As if all blocks that there will ever be were published."""
 
 
 class BlockCopy(NamedTuple):
@@ -117,6 +121,13 @@ class KVCacheManager:
             sequence.prefix_id = self.pool.publish(block, self._key(sequence, index, sequence.prefix_id))
             sequence.num_published_blocks = index + 1
             self._published_in_step.append(block)
+
+    def forget_prefixes(self, running: Iterable[Sequence]) -> None:
+        """Empty the prefix cache, also of what these sequences have computed: it may have changed what they compute, so
+        that they share nothing from now on, unless they are preempted and begin anew."""
+        self.pool.forget_all()
+        for sequence in running:
+            sequence.num_published_blocks = _ALL
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares all of the parent's blocks; whoever writes to a shared one first gets a copy."""

@@ -27,6 +27,7 @@ T = TypeVar("T")
 News = CompletionOutput | Exception
 AnyEngine = Engine | EncoderEngine
 _JOIN_SECONDS = 30.0
+_CLOSED = "the engine is closed; make a new LLM"
 
 
 class _Reader(NamedTuple):
@@ -192,7 +193,7 @@ def _run(build: Callable[[], tuple[AnyEngine, T]], told: Future[T], shared: _Sha
         logger.exception("the engine died")
         _die(engine, shared, f"the engine died of {type(error).__name__}: {error}")
         return
-    _die(engine, shared, "the engine is closed; make a new LLM")
+    _die(engine, shared, _CLOSED)
 
 
 def _take_messages(engine: AnyEngine, shared: _Shared) -> bool:
@@ -256,6 +257,8 @@ def _die(engine: AnyEngine, shared: _Shared, reason: str) -> None:
 def _close(shared: _Shared, threads: list[threading.Thread], process_id: int) -> None:
     if os.getpid() != process_id:
         return  # a forked child has neither the thread nor a lock that can be trusted
+    with shared.lock:
+        shared.dead = shared.dead or _CLOSED
     shared.inbox.put(None)
     for thread in threads:
         if thread is not threading.current_thread():  # where the last reference may have been dropped

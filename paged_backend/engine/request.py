@@ -225,7 +225,8 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        """0 for a sample that has not forked yet, which has no tokens at all."""
+        return max(0, len(self.token_ids) - self.num_prompt_tokens)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -122,6 +122,8 @@ class Scheduler:
         """Give running sequences their tokens, oldest first; returns how many of the newest had to make room."""
         num_preempted = index = 0
         while index < len(self.running) and output.num_tokens < self.max_num_batched_tokens:
+            if len(output.scheduled) == self.max_num_seqs:  # beams that were parked when others were admitted
+                break
             sequence = self.running[index]
             if sequence.is_parked:
                 index += 1
@@ -141,7 +143,7 @@ class Scheduler:
         return num_preempted
 
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
-        while self.waiting and len(self.running) < self.max_num_seqs:
+        while self.waiting and self._has_place():
             budget = self.max_num_batched_tokens - output.num_tokens
             sequence = self.waiting[0]
             if budget == 0 or not self.kv_cache_manager.admit(sequence):
@@ -149,6 +151,12 @@ class Scheduler:
             del self.waiting[0]
             self._admitted(sequence)
             self._add(output, sequence, min(sequence.num_tokens - sequence.num_computed_tokens, budget))
+
+    def _has_place(self) -> bool:
+        """Whether one more may run. Parked beams need no place in a step."""
+        if len(self.running) < self.max_num_seqs:
+            return True
+        return sum(not sequence.is_parked for sequence in self.running) < self.max_num_seqs
 
     def _schedule_drafts(self, output: SchedulerOutput, speculator: Speculator) -> None:
         """Let sequences that compute just their newest token compute guesses at the next ones with it."""
@@ -249,7 +257,7 @@ class Scheduler:
         child.token_ids = list(parent.token_ids)
         child.num_cached_tokens = parent.num_cached_tokens
         child.order = (*parent.order[:2], child.index)
-        if parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
+        if parent.status is Status.RUNNING and self._has_place():
             self.kv_cache_manager.fork(parent, child)
             child.status = Status.RUNNING
             bisect.insort(self.running, child, key=_order)

@@ -6,7 +6,9 @@ import copy
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
 _MAX_CACHED = 64
 _STEP_FUEL = 50_000
 """Work on a single mask, a quarter of the library's own limit: everybody in the batch waits for it."""
+_MAX_COMPILE_SECONDS = 20.0
+_STACK_SIZES = (512 << 20, 64 << 20)
+"""In bytes, the first that the platform has: the library recurses along chains of rules, and overflow ends the process.
+Pages that are not reached take no memory."""
+_stack_size_lock = threading.Lock()
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """JSON as `json.dumps` writes it, or without its blanks: white space cannot go on for ever."""
 
@@ -109,7 +116,7 @@ class GrammarCompiler:
                 self._grammars.move_to_end(key)
                 return self._grammars[key]
             vocabulary = self._vocabulary = self._vocabulary or self._load_vocabulary()
-        grammar = _compile(params, reasoning, vocabulary)
+        grammar = _on_large_stack(lambda: _compile(params, reasoning, vocabulary))
         with self._lock:
             self._grammars[key] = grammar
             if len(self._grammars) > _MAX_CACHED:
@@ -136,6 +143,41 @@ class GrammarCompiler:
             return LLTokenizer(tokenizer.to_str(), n_vocab=num_ids, eos_token=self._eos_token_ids)
         except Exception as error:  # whatever the library does not like about a tokenizer
             raise InvalidRequestError(f"structured_outputs cannot work with this tokenizer: {error}") from error
+
+
+def _on_large_stack(function: Callable[[], Grammar]) -> Grammar:
+    """What `function` returns or raises, called in a thread of its own; nobody waits for it for longer than the limit."""
+    future: Future[Grammar] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    _start_on_large_stack(call)
+    try:
+        return future.result(_MAX_COMPILE_SECONDS)
+    except FutureTimeoutError:
+        raise InvalidRequestError(
+            f"structured_outputs was not compiled within {_MAX_COMPILE_SECONDS:g} s; make it simpler or shorter"
+        ) from None
+
+
+def _start_on_large_stack(function: Callable[[], None]) -> None:
+    """The size is the process's for threads yet to start, so it is set for as short as it can be."""
+    with _stack_size_lock:
+        before = threading.stack_size()
+        try:
+            for size in _STACK_SIZES:
+                try:
+                    threading.stack_size(size)
+                    return threading.Thread(target=function, name="grammar-compiler", daemon=True).start()
+                except (ValueError, RuntimeError):  # more than the platform has, or than may be allocated
+                    continue
+        finally:
+            threading.stack_size(before)
+    raise InvalidRequestError("structured_outputs needs a thread with a stack of 64 MiB to compile in; allow for one")
 
 
 def _compile(params: StructuredOutputsParams, reasoning: str | None, vocabulary: LLTokenizer) -> Grammar:

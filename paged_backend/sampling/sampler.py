@@ -132,12 +132,12 @@ class Sampler:
         return sequence.sampling_state
 
     def _process(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[ConstrainedRow]:
-        """Applies constraints and penalties in place; returns the rows that have constraints."""
+        """Applies constraints and penalties in place; returns the rows in which everything may come to be banned."""
         constrained: list[ConstrainedRow] = []
         penalised: list[PenalisedRow] = []
         for row, sequence in enumerate(sequences):
             state = self._state(sequence)
-            if state.constraints or (state.matcher is not None and state.processors is not None):
+            if state.constraints or state.processors is not None:
                 banned = state.constraints.banned(sequence.token_ids, sequence.num_output_tokens)
                 # Asked for now, while the row is what its grammar made of it.
                 fallback = state.constraints.fallback if state.matcher is None else int(logits[row].argmax())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from paged_backend import (
     RequestOutputKind,
     ToolCall,
 )
-from paged_backend.server.logprobs import Spelling, chat_logprobs, prompt_logprobs_reply
+from paged_backend.server.logprobs import Spelling, chat_logprobs, positions_of, prompt_logprobs_reply
 from paged_backend.server.protocol import ChatRequest
 from paged_backend.server.sampling import chat_sampling, request_options
 from paged_backend.server.serving import Serving
@@ -69,6 +70,20 @@ def checked_template_kwargs(llm: LLM, kwargs: Mapping[str, Any] | None) -> Mappi
     return kwargs
 
 
+class Calls:
+    """The calls of an output so far; true while there is one that was not taken back."""
+
+    def __init__(self) -> None:
+        self._indices: set[int] = set()
+
+    def add(self, part: CompletionOutput) -> None:
+        self._indices |= {call.index for call in part.tool_calls}
+        self._indices -= {call.index for call in part.invalid_tool_calls}
+
+    def __bool__(self) -> bool:
+        return bool(self._indices)
+
+
 class _Reply:
     """Turns outputs into messages, or into the chunks of a stream."""
 
@@ -77,8 +92,8 @@ class _Reply:
         model = serving.model_name(body.model)
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._spelling = Spelling(serving.llm, as_ids=body.return_tokens_as_token_ids)
-        self._have_called: set[int] = set()
-        """The choices with tool calls."""
+        self._calls: defaultdict[int, Calls] = defaultdict(Calls)
+        """By choice."""
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         parts = sorted(output.outputs, key=lambda part: part.index)
@@ -91,10 +106,7 @@ class _Reply:
         if self._body.return_token_ids:
             result["prompt_token_ids"] = output.prompt_token_ids
         if self._body.prompt_logprobs is not None:
-            positions = output.prompt_logprobs or ()
-            result["prompt_logprobs"] = prompt_logprobs_reply(
-                [None if position is None else list(position.items()) for position in positions]
-            )
+            result["prompt_logprobs"] = prompt_logprobs_reply(positions_of(output.prompt_logprobs))
         return result
 
     async def events(self, handle: RequestHandle, serving: Serving) -> AsyncGenerator[Event, None]:
@@ -124,10 +136,9 @@ class _Reply:
         return choice
 
     def _finish_reason(self, part: CompletionOutput) -> str | None:
-        if part.tool_calls:
-            self._have_called.add(part.index)
-        has_called = part.finish_reason == "stop" and part.index in self._have_called
-        return "tool_calls" if has_called else part.finish_reason
+        calls = self._calls[part.index]
+        calls.add(part)
+        return "tool_calls" if part.finish_reason == "stop" and calls else part.finish_reason
 
     def _message(self, part: CompletionOutput) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
@@ -149,8 +160,7 @@ class _Reply:
     def _logprobs(self, part: CompletionOutput) -> dict[str, Any] | None:
         if not self._body.logprobs or (self._body.stream and not part.logprobs):
             return None
-        positions = [list(position.items()) for position in part.logprobs or ()]
-        return chat_logprobs(positions, self._body.top_logprobs or 0, self._spelling)
+        return chat_logprobs(positions_of(part.logprobs), self._body.top_logprobs or 0, self._spelling)
 
     def _first_chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}

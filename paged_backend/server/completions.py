@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from paged_backend import LLM, CompletionOutput, RequestHandle, RequestOutput, RequestOutputKind
-from paged_backend.server.logprobs import CompletionLogprobs, Spelling, prompt_logprobs_reply
+from paged_backend.server.logprobs import CompletionLogprobs, Spelling, positions_of, prompt_logprobs_reply
 from paged_backend.server.protocol import CompletionRequest, prompts_of
 from paged_backend.server.sampling import completion_sampling, request_options
 from paged_backend.server.serving import Serving
@@ -80,7 +80,7 @@ class _Reply:
         self._is_begun.add(index)
         is_echo = body.echo and is_first
         if output.prompt_logprobs is not None:
-            self._prompt_logprobs[prompt_index] = _positions(output.prompt_logprobs)
+            self._prompt_logprobs[prompt_index] = positions_of(output.prompt_logprobs)
         choice: dict[str, Any] = {
             "index": index,
             "text": (self._echoes[prompt_index] if is_echo else "") + part.text,
@@ -99,7 +99,7 @@ class _Reply:
         self, prompt_index: int, output: RequestOutput, part: CompletionOutput, is_echo: bool
     ) -> dict[str, Any]:
         index = prompt_index * self._body.n + part.index
-        token_ids, positions = list(part.token_ids), _positions(part.logprobs)
+        token_ids, positions = list(part.token_ids), positions_of(part.logprobs)
         if is_echo:
             token_ids = output.prompt_token_ids + token_ids
             positions = self._prompt_logprobs[prompt_index] + positions
@@ -120,7 +120,3 @@ class _Reply:
                     yield {**self.head(), "choices": [choice], **optional}
         if self._body.includes_usage:
             yield {**self.head(), "choices": [], "usage": usage.reply()}
-
-
-def _positions(logprobs: Any) -> list[Any]:
-    return [None if position is None else list(position.items()) for position in logprobs or ()]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import codecs
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paged_backend import LLM, Logprob
+from paged_backend.outputs import TokenLogprobs
 
 Position = Sequence[tuple[int, Logprob]]
 """The chosen token first, then the best ones."""
@@ -48,6 +49,11 @@ class Spelling:
             return bytes.fromhex(match[1])
         byte_of = _byte_of_letter()
         return bytes(byte_of[letter] for letter in spelled) if set(spelled) <= byte_of.keys() else text.encode()
+
+
+def positions_of(logprobs: Iterable[TokenLogprobs | None] | None) -> list[Any]:
+    """What an output has, as positions; None where there is no probability: at the first token of a prompt."""
+    return [None if position is None else list(position.items()) for position in logprobs or ()]
 
 
 def chat_logprobs(positions: Sequence[Position], num_top: int, spelling: Spelling) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
 from paged_backend import CompletionOutput, InvalidRequestError, RequestHandle, RequestOutput, ToolCall
-from paged_backend.server.chat import submit
+from paged_backend.server.chat import Calls, submit
 from paged_backend.server.protocol import (
     AnthropicMessage,
     AnthropicTool,
@@ -76,7 +76,7 @@ async def _events(
         if part.finished():
             for event in blocks.end():
                 yield event
-            delta = _stop(part, has_called=blocks.have_called)
+            delta = _stop(part, has_called=bool(blocks.calls))
             yield {"type": "message_delta", "delta": delta, "usage": _usage(output, num_tokens)}
     yield {"type": "message_stop"}
 
@@ -85,12 +85,13 @@ class _Blocks:
     """The blocks of a stream, one open at a time: reasoning, then text, then each call."""
 
     def __init__(self, *, shows_thinking: bool) -> None:
-        self.have_called = False
+        self.calls = Calls()
         self._shows_thinking = shows_thinking
         self._num_begun = 0
         self._open: object = None
 
     def add(self, part: CompletionOutput) -> Iterator[Event]:
+        self.calls.add(part)
         if part.reasoning and self._shows_thinking:
             yield from self._switch("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._delta({"type": "thinking_delta", "thinking": part.reasoning})
@@ -98,7 +99,6 @@ class _Blocks:
             yield from self._switch("text", {"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": part.text})
         for call in part.tool_calls:
-            self.have_called = True
             yield from self._switch(("call", call.index), _tool_use(call, {}))
             yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
@@ -158,8 +158,9 @@ def _messages(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
         return
     results = [block for block in message.content if block.get("type") == "tool_result"]
     for block in results:
-        content = _text(block.get("content") or "", "a tool_result")
-        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
+        content = block.get("content")
+        text = "" if content is None else _text(content, "a tool_result")
+        yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
     calls = [_call(block) for block in message.content if block.get("type") == "tool_use"]
     thoughts = [str(block.get("thinking", "")) for block in message.content if block.get("type") == "thinking"]
     others = [block for block in message.content if block.get("type") not in ("tool_result", "tool_use", "thinking")]
@@ -169,9 +170,11 @@ def _messages(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
         yield {"role": message.role, "content": _text(others, "a message"), **optional}
 
 
-def _text(content: str | list[Any], where: str) -> str:
+def _text(content: object, where: str) -> str:
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"messages: {where} has content={content!r}; give a string or a list of blocks")
     for block in content:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__

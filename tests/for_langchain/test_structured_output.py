@@ -104,6 +104,14 @@ def test_async_and_streams_end_with_the_same_object(model: ChatPaged, method: An
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_an_answer_cut_by_a_stop_string_is_no_object(model: ChatPaged, kind: str, method: Any) -> None:
+    structured = model.with_structured_output(SCHEMAS[kind], method=method)
+    with pytest.raises(OutputParserException, match="cut off before its end"):
+        structured.invoke("Hi.", stop=['"colour'])
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_include_raw_gives_the_answer_too(model: ChatPaged, method: Any) -> None:
     found = model.with_structured_output(Pick, method=method, include_raw=True).invoke("Hi.")
     assert found.keys() == {"raw", "parsed", "parsing_error"}

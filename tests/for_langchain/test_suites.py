@@ -40,6 +40,7 @@ class TestLangChainIntegration(ChatModelIntegrationTests):
         return {
             "model": "demo",
             "temperature": 0,
+            "frequency_penalty": 1.0,  # greedy texts of so small a model repeat themselves without end
             "max_tokens": 150,
             "parallel_tool_calls": False,  # the demo model would repeat its call until that
             "engine_kwargs": {"kv_cache_memory": "128MiB"},
@@ -47,7 +48,7 @@ class TestLangChainIntegration(ChatModelIntegrationTests):
 
     @property
     def structured_output_kwargs(self) -> dict[str, Any]:
-        # By json_schema, where the prompt does not show the schema, greedy answers of the demo model repeat themselves.
+        # Where the prompt does not show the schema, as by json_schema, the demo model writes texts without end.
         return {"method": "function_calling"}
 
     @property
@@ -73,6 +74,10 @@ class TestLangChainIntegration(ChatModelIntegrationTests):
         assert answer.usage_metadata is not None
         assert answer.usage_metadata["input_token_details"]["cache_read"] > 0
         return answer
+
+    @pytest.mark.xfail(reason="a model of 135M parameters writes JSON, but not with the keys that the prompt asks for")
+    def test_json_mode(self, model: ChatPaged) -> None:
+        super().test_json_mode(model)
 
     @pytest.mark.xfail(reason="a model of 135M parameters does not choose to call a tool without being forced")
     def test_agent_loop(self, model: ChatPaged) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from paged_backend.chat.call_format import CallFormat
 from paged_backend.chat.pieces import Draft
 from paged_backend.chat.source import Malformed, Reading
@@ -47,12 +49,17 @@ class JsonParser(ToolParser):
             while is_call and (yield from self._separator()):
                 yield from self.attempt(self.json_call, is_marked=False)
             return is_call
-        is_call = yield from self.attempt(self._first_of_list, is_marked=False)
-        while is_call and (yield from self.source.skip(",", after_space=True)):
-            yield from self.source.skip_space()
-            yield from self.attempt(self.json_call, is_marked=False)
+        is_call = yield from self._with_commas(self._first_of_list, is_marked=False)
         if is_call:
             yield from self._after_call("]")
+        return is_call
+
+    def _with_commas(self, read_first: Callable[[Draft], Reading[None]], *, is_marked: bool) -> Reading[bool]:
+        """Calls with commas between them; whether the first was one."""
+        is_call = yield from self.attempt(read_first, is_marked=is_marked)
+        while is_call and (yield from self.source.skip(",", after_space=True)):
+            yield from self.source.skip_space()
+            yield from self.attempt(self.json_call, is_marked=is_marked)
         return is_call
 
     def _first_of_list(self, draft: Draft) -> Reading[None]:
@@ -106,11 +113,8 @@ class MarkedListParser(JsonParser):
         yield from self.json_call(draft)
 
     def calls(self, first: str) -> Reading[bool]:
-        read = self.json_call if first == "{" else self._first_of_list
-        is_call = yield from self.attempt(read)
-        while is_call and (yield from self.source.skip(",", after_space=True)):
-            yield from self.source.skip_space()
-            yield from self.attempt(self.json_call)
+        read_first = self.json_call if first == "{" else self._first_of_list
+        is_call = yield from self._with_commas(read_first, is_marked=True)
         if is_call and first == "[":
             yield from self._after_call("]")
         return is_call

@@ -59,11 +59,12 @@ class Qwen3CoderParser(ToolParser):
 
 
 def _kinds(schema: object) -> set[str]:
+    """Whatever is no type in it counts as if it were not there: nobody has checked a client's schema."""
     if not isinstance(schema, dict):
         return set()
-    kinds = schema.get("type", [])
-    branches = [kind for branch in schema.get("anyOf") or [] for kind in _kinds(branch)]
-    return {*([kinds] if isinstance(kinds, str) else kinds), *branches}
+    kinds, branches = schema.get("type"), schema.get("anyOf")
+    named = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+    return named.union(*map(_kinds, branches if isinstance(branches, list) else []))
 
 
 def _value(text: str, kinds: set[str]) -> Any:
