@@ -146,7 +146,7 @@ class GrammarCompiler:
 
 
 def _on_large_stack(function: Callable[[], Grammar]) -> Grammar:
-    """What `function` returns or raises, called in a thread of its own; nobody waits for it for longer than the limit."""
+    """What `function` returns or raises, called in a thread of its own; raises InvalidRequestError if it takes long."""
     future: Future[Grammar] = Future()
 
     def call() -> None:
