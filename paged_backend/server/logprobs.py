@@ -5,11 +5,10 @@ from __future__ import annotations
 import codecs
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paged_backend import LLM, Logprob
-from paged_backend.outputs import TokenLogprobs
 
 Position = Sequence[tuple[int, Logprob]]
 """The chosen token first, then the best ones."""
@@ -51,7 +50,7 @@ class Spelling:
         return bytes(byte_of[letter] for letter in spelled) if set(spelled) <= byte_of.keys() else text.encode()
 
 
-def positions_of(logprobs: Iterable[TokenLogprobs | None] | None) -> list[Any]:
+def positions_of(logprobs: Iterable[Mapping[int, Logprob] | None] | None) -> list[Any]:
     """What an output has, as positions; None where there is no probability: at the first token of a prompt."""
     return [None if position is None else list(position.items()) for position in logprobs or ()]
 
