@@ -245,6 +245,7 @@ def test_outputs_have_text_without_the_end_token() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_beams_of_the_demo_model_are_those_of_generate() -> None:
     folder = demo_folder(EngineConfig().cache_folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

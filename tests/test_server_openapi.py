@@ -20,6 +20,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_no_request_makes_the_server_fail_or_answer_otherwise_than_documented() -> None:
     server = make_server(num_blocks=4096, engine={"max_num_seqs": 64})
     schema = schemathesis.openapi.from_asgi("/openapi.json", server.app)

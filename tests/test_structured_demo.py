@@ -10,7 +10,7 @@ import pytest
 from helpers_structured import make_schema, validate
 from paged_backend import LLM, RequestOutput, SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # up to 32,000 tokens of a real model
 
 SCHEMAS = [make_schema(seed) for seed in range(200)]
 REGEXES = [

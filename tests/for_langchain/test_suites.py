@@ -29,6 +29,7 @@ class TestLangChainUnits(ChatModelUnitTests):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @ignores_beta_warnings
 class TestLangChainIntegration(ChatModelIntegrationTests):
     @property
