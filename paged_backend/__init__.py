@@ -49,6 +49,7 @@ _MODULE_OF = {
     "StructuredOutputsParams": "structured_outputs",
     "ToolCall": "outputs",
     "demo_folder": "model.demo",
+    "unknown_name": "errors",
 }
 
 __all__ = [
@@ -86,6 +87,7 @@ __all__ = [
     "StructuredOutputsParams",
     "ToolCall",
     "demo_folder",
+    "unknown_name",
 ]
 
 if TYPE_CHECKING:
@@ -104,6 +106,7 @@ if TYPE_CHECKING:
         OverloadedError,
         PagedBackendError,
         RequestTimeoutError,
+        unknown_name,
     )
     from paged_backend.handle import RequestHandle
     from paged_backend.llm import LLM

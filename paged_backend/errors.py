@@ -60,7 +60,15 @@ class EngineDeadError(EngineError):
 
 def unknown_argument(where: str, name: str, known: Iterable[str]) -> str:
     """The message for an argument nobody knows, with the nearest known name."""
-    known = list(known)
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known arguments: {', '.join(sorted(known))}"
-    return f"{where} has no argument {name!r}{hint}"
+    return f"{where} has no argument {name!r}; {_nearest(name, known, 'known arguments', cutoff=0.5)}"
+
+
+def unknown_name(where: str, name: str, known: Iterable[str]) -> str:
+    """The same in the words of the adapters, whose callers give names to a model or to one of its calls."""
+    return f"{where} takes no argument {name!r}; {_nearest(name, known, 'known names', cutoff=0.6)}"
+
+
+def _nearest(name: str, known: Iterable[str], title: str, *, cutoff: float) -> str:
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"did you mean {nearest[0]!r}?" if nearest else f"{title}: {', '.join(known)}"

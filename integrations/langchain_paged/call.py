@@ -11,9 +11,9 @@ from langchain_core.outputs import ChatResult, LLMResult
 
 from langchain_paged.messages import has_open_answer, to_openai
 from langchain_paged.outputs import MessageChunkWriter, TextChunkWriter, chat_result, llm_result
-from langchain_paged.settings import ChatSettings, RequestSettings, unknown_name
+from langchain_paged.settings import ChatSettings, RequestSettings
 from langchain_paged.tools import to_structured_outputs, to_tool_choice, to_tools
-from paged_backend import LLM, InvalidRequestError, RequestOutput, SamplingParams, StructuredOutputsParams
+from paged_backend import LLM, InvalidRequestError, RequestOutput, SamplingParams, StructuredOutputsParams, unknown_name
 
 _OF_A_CALL = ("tools", "tool_choice", "response_format", "strict")
 _TEMPLATE_OPTIONS = ("chat_template", "chat_template_kwargs", "continue_final_message")

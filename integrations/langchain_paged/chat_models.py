@@ -16,10 +16,10 @@ import paged_backend
 from langchain_paged.call import Chat, given_sampling, settings_of_call
 from langchain_paged.engine_user import EngineUser, with_version
 from langchain_paged.outputs import AsyncChunks
-from langchain_paged.settings import ChatSettings, unknown_name
+from langchain_paged.settings import ChatSettings
 from langchain_paged.structured import parser_of, with_raw
 from langchain_paged.tools import Tool, check_choice, json_schema_of, name_of, to_choice_of, to_tool_choice, to_tools
-from paged_backend import AsyncStream, InvalidRequestError, SamplingParams
+from paged_backend import AsyncStream, InvalidRequestError, SamplingParams, unknown_name
 
 _OF_STRUCTURED_OUTPUT = ("schema", "method", "include_raw", "strict")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field
+
+from paged_backend import unknown_name
 
 
 class RequestSettings(BaseModel):
@@ -79,14 +80,6 @@ class ChatSettings(RequestSettings):
     """Go on with the last message instead of answering it. None: if it is an AIMessage with text."""
     stream_usage: bool | None = None
     """False: the last chunk of a stream has no `usage_metadata`."""
-
-
-def unknown_name(where: str, name: str, known: Iterable[str]) -> str:
-    """The message for a name that nobody knows, with the nearest known one."""
-    known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known names: {', '.join(known)}"
-    return f"{where} takes no argument {name!r}; {hint}"
 
 
 def warn_of_unknown(cls: type[BaseModel], values: Iterable[str]) -> None:

@@ -21,8 +21,6 @@ from paged_backend.sampling.thinking import ThinkingBudget, force_tokens
 
 _PROMPT_ROWS = 64
 """Rows of prompt logits turned into log-probabilities at a time, to bound the memory it takes."""
-
-
 _FREE = Verdict()
 
 
@@ -80,11 +78,14 @@ class Sampler:
         asking = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
         raw = take_rows(logits, asking).float().log_softmax(dim=1) if asking else None
         logits = logits.float()
-        grammars = GrammarRows(sequences, [self._state(sequence).matcher for sequence in sequences])
+        states = [self._state(sequence) for sequence in sequences]
+        grammars = GrammarRows(sequences, [state.matcher for state in states])
         grammars.mask(logits)
-        constrained = self._process(logits, sequences)
-        errors = self._run_processors(logits, sequences, grammars)
-        self._force(logits, sequences)
+        constrained = _process(logits, sequences, states)
+        errors = _run_processors(logits, sequences, states)
+        if any(state.processors is not None for state in states):
+            grammars.mask(logits)  # which has the last word
+        _force(logits, sequences, states)
         tokens = choose(logits, sequences)
         if constrained:
             _replace_banned(tokens, logits, constrained)
@@ -108,7 +109,7 @@ class Sampler:
         out, so that there may be fewer.
         """
         log_probs = logits.float().log_softmax(dim=1)
-        self._process(log_probs, sequences)
+        _process(log_probs, sequences, [self._state(sequence) for sequence in sequences])
         best = largest(log_probs, max(nums, default=0))
         rows = zip(best.ids.tolist(), best.values.tolist(), nums, strict=True)
         return [
@@ -131,45 +132,43 @@ class Sampler:
             sequence.sampling_state = _SamplingState(sequence, self._vocab_size)
         return sequence.sampling_state
 
-    def _process(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[ConstrainedRow]:
-        """Applies constraints and penalties in place; returns the rows in which everything may come to be banned."""
-        constrained: list[ConstrainedRow] = []
-        penalised: list[PenalisedRow] = []
-        for row, sequence in enumerate(sequences):
-            state = self._state(sequence)
-            if state.constraints or state.processors is not None:
-                banned = state.constraints.banned(sequence.token_ids, sequence.num_output_tokens)
-                # Asked for now, while the row is what its grammar made of it.
-                fallback = state.constraints.fallback if state.matcher is None else int(logits[row].argmax())
-                constrained.append(ConstrainedRow(row, state.constraints, banned, fallback))
-            if state.counts is not None:
-                state.counts.catch_up(sequence.token_ids, sequence.num_prompt_tokens)
-                penalised.append(PenalisedRow(row, state.counts, sequence.request.params))
-        if constrained:
-            apply_constraints(logits, constrained)
-        if penalised:
-            apply_penalties(logits, penalised)
-        return constrained
 
-    def _force(self, logits: torch.Tensor, sequences: list[Sequence]) -> None:
-        """Where enough was thought, the end of the reasoning comes next."""
-        states = ((row, self._state(sequence).thinking, sequence) for row, sequence in enumerate(sequences))
-        tokens = {row: budget.next_token(sequence.token_ids) for row, budget, sequence in states if budget is not None}
-        forced = {row: token_id for row, token_id in tokens.items() if token_id is not None}
-        if forced:
-            force_tokens(logits, forced)
+def _process(logits: torch.Tensor, sequences: list[Sequence], states: list[_SamplingState]) -> list[ConstrainedRow]:
+    """Applies constraints and penalties in place; returns the rows in which everything may come to be banned."""
+    constrained: list[ConstrainedRow] = []
+    penalised: list[PenalisedRow] = []
+    for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
+        if state.constraints or state.processors is not None:
+            banned = state.constraints.banned(sequence.token_ids, sequence.num_output_tokens)
+            # Asked for now, while the row is what its grammar made of it.
+            fallback = state.constraints.fallback if state.matcher is None else int(logits[row].argmax())
+            constrained.append(ConstrainedRow(row, state.constraints, banned, fallback))
+        if state.counts is not None:
+            state.counts.catch_up(sequence.token_ids, sequence.num_prompt_tokens)
+            penalised.append(PenalisedRow(row, state.counts, sequence.request.params))
+    if constrained:
+        apply_constraints(logits, constrained)
+    if penalised:
+        apply_penalties(logits, penalised)
+    return constrained
 
-    def _run_processors(
-        self, logits: torch.Tensor, sequences: list[Sequence], grammars: GrammarRows
-    ) -> dict[int, Exception]:
-        """Runs the callers' own code, in place; what failed, by row. A grammar has the last word."""
-        states = ((row, sequence, self._state(sequence).processors) for row, sequence in enumerate(sequences))
-        rows = [(row, sequence, own) for row, sequence, own in states if own is not None]
-        if not rows:
-            return {}
-        errors = run_processors(logits, rows)
-        grammars.mask(logits)
-        return errors
+
+def _run_processors(
+    logits: torch.Tensor, sequences: list[Sequence], states: list[_SamplingState]
+) -> dict[int, Exception]:
+    """Runs the callers' own code, in place; what failed, by row."""
+    rows = enumerate(zip(sequences, states, strict=True))
+    return run_processors(logits, [(row, one, state.processors) for row, (one, state) in rows if state.processors])
+
+
+def _force(logits: torch.Tensor, sequences: list[Sequence], states: list[_SamplingState]) -> None:
+    """Where enough was thought, the end of the reasoning comes next."""
+    forced: dict[int, int] = {}
+    for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
+        if state.thinking is not None and (token_id := state.thinking.next_token(sequence.token_ids)) is not None:
+            forced[row] = token_id
+    if forced:
+        force_tokens(logits, forced)
 
 
 def _replace_banned(tokens: Ints, logits: torch.Tensor, constrained: list[ConstrainedRow]) -> None:

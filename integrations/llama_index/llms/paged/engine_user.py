@@ -9,8 +9,7 @@ from typing import Any, Self
 
 from llama_index.core.bridge.pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from llama_index.llms.paged.settings import unknown_name
-from paged_backend import LLM, EngineConfig
+from paged_backend import LLM, EngineConfig, unknown_name
 
 
 class EngineUser(BaseModel):

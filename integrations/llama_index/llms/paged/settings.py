@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from llama_index.core.bridge.pydantic import BaseModel, Field
 
-from paged_backend import InvalidRequestError, SamplingParams
+from paged_backend import InvalidRequestError, SamplingParams, unknown_name
 
 SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
@@ -82,11 +81,3 @@ def with_sampling_by_name(cls: type[BaseModel], values: Mapping[str, Any]) -> di
         return dict(values)
     others = {name: value for name, value in values.items() if name not in further}
     return {**others, "additional_kwargs": {**(values.get("additional_kwargs") or {}), **further}}
-
-
-def unknown_name(where: str, name: str, known: Iterable[str]) -> str:
-    """The message for a name that nobody knows, with the nearest known one."""
-    known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known names: {', '.join(known)}"
-    return f"{where} takes no argument {name!r}; {hint}"
