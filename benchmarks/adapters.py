@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import multiprocessing
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
 import transformers
 
 import paged_backend
+from rounds import start, take_turns, versions
 from workloads import Workload
 
 Answer = Callable[[list[str], int], None]
@@ -156,15 +153,6 @@ def serve(connection: Connection, name: str, model: str) -> None:
         connection.send(time.perf_counter() - start)
 
 
-def start(name: str, model: str) -> Connection:
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    context.Process(target=serve, args=(far, name, model)).start()
-    far.close()
-    assert near.recv() == "ready"
-    return near
-
-
 def main() -> None:
     installed = [name for name, (_, package) in ENGINES.items() if is_installed(package)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -176,20 +164,14 @@ def main() -> None:
     arguments = parser.parse_args()
 
     print(
-        f"paged-backend {paged_backend.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}, "
-        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {arguments.model}, "
+        f"{versions()}, {arguments.model}, "
         f"{arguments.requests} questions, answers of up to {arguments.tokens} tokens, {arguments.rounds} rounds"
     )
     for name in ENGINES.keys() - set(installed):
         print(f"not installed, not compared: {name}")
     workload = Workload("adapters", arguments.requests, arguments.tokens)
-    engines = {name: start(name, arguments.model) for name in arguments.engines}
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for round_ in range(1, arguments.rounds + 1):
-        for name, engine in list(engines.items())[:: 1 if round_ % 2 else -1]:
-            engine.send((workload, round_))
-            seconds[name].append(engine.recv())
+    engines = {name: start(serve, name, arguments.model) for name in arguments.engines}
+    seconds = take_turns(engines, arguments.rounds, lambda round_: (workload, round_))
     first = arguments.engines[0]
     for name, values in seconds.items():
         speed = statistics.median(a / b for a, b in zip(seconds[first], values, strict=True))

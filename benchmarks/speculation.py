@@ -12,18 +12,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
-import platform
 import statistics
 import time
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import torch
-import transformers
-
-import paged_backend
 from paged_backend import LLM, SamplingParams
+from rounds import start, take_turns, versions
 from workloads import WORKLOADS
 
 NAMES = ("Anna", "Peter", "Ines", "Omar", "Lucia", "David", "Greta", "Felix")
@@ -94,24 +89,13 @@ def serve(connection: Connection, model: str, dtype: str, speculative_config: di
         connection.send(Outcome(seconds, *counts))
 
 
-def start(arguments: argparse.Namespace, speculative_config: dict[str, Any] | None) -> Connection:
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    context.Process(target=serve, args=(far, arguments.model, arguments.dtype, speculative_config), daemon=True).start()
-    far.close()
-    assert near.recv() == "ready"
-    return near
-
-
 def measure(engines: dict[str, Connection], arguments: argparse.Namespace, kind: str, num_sequences: int) -> None:
-    rates: dict[str, list[float]] = {name: [] for name in engines}
-    outcomes: dict[str, list[Outcome]] = {name: [] for name in engines}
-    for round_ in range(1, arguments.rounds + 1):
-        for name, engine in list(engines.items())[:: 1 if round_ % 2 else -1]:
-            engine.send(Task(kind, num_sequences, round_ + 100 * num_sequences, arguments.tokens))
-            outcome = engine.recv()
-            outcomes[name].append(outcome)
-            rates[name].append(num_sequences * arguments.tokens / outcome.seconds)
+    def task(round_: int) -> Task:
+        return Task(kind, num_sequences, round_ + 100 * num_sequences, arguments.tokens)
+
+    outcomes: dict[str, list[Outcome]] = take_turns(engines, arguments.rounds, task)
+    num_tokens = num_sequences * arguments.tokens
+    rates = {name: [num_tokens / outcome.seconds for outcome in each] for name, each in outcomes.items()}
     ratios = [a / b for a, b in zip(rates["ngram"], rates["off"], strict=True)]
     _, drafts, accepted, steps = zip(*outcomes["ngram"], strict=True)
     for name, values in rates.items():
@@ -169,15 +153,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", action="store_true", help="print the time of a step by its rows instead")
     arguments = parser.parse_args()
-    print(
-        f"paged-backend {paged_backend.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}, "
-        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {arguments.model} in {arguments.dtype}, "
-        f"{arguments.rounds} rounds, {CONFIG}"
-    )
+    print(f"{versions()}, {arguments.model} in {arguments.dtype}, {arguments.rounds} rounds, {CONFIG}")
     if arguments.steps:
         return print_steps(arguments)
-    engines = {"off": start(arguments, None), "ngram": start(arguments, CONFIG)}
+    configs = {"off": None, "ngram": CONFIG}
+    engines = {name: start(serve, arguments.model, arguments.dtype, config) for name, config in configs.items()}
     for kind in arguments.kinds:
         for num_sequences in arguments.batches:
             measure(engines, arguments, kind, num_sequences)

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import pathlib
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +23,7 @@ import transformers
 
 import paged_backend
 from paged_backend import LLM, SamplingParams
+from rounds import start, take_turns, versions
 from workloads import WORKLOADS, Conversation, Workload
 
 Generate = Callable[[list[Conversation], int], None]
@@ -94,25 +92,11 @@ def serve(connection: Connection, name: str, model: str, dtype: str, options: di
         connection.send(time.perf_counter() - start)
 
 
-def start(name: str, arguments: argparse.Namespace) -> Connection:
-    """The near end of a new engine's process."""
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    options = (name, arguments.model, arguments.dtype, arguments.engine_options)
-    context.Process(target=serve, args=(far, *options)).start()
-    far.close()
-    assert near.recv() == "ready"
-    return near
-
-
 def measure(engines: dict[str, Connection], workload: Workload, rounds: int) -> dict[str, list[float]]:
-    """Rates of each engine, one per round. The order changes from round to round: who comes first is slower by 1 %."""
-    rates: dict[str, list[float]] = {name: [] for name in engines}
-    for round_ in range(1, rounds + 1):
-        for name, engine in list(engines.items())[:: 1 if round_ % 2 else -1]:
-            engine.send((workload, round_))
-            rates[name].append(workload.num_conversations * workload.num_tokens / engine.recv())
-    return rates
+    """Rates of each engine, one per round."""
+    seconds = take_turns(engines, rounds, lambda round_: (workload, round_))
+    num_tokens = workload.num_conversations * workload.num_tokens
+    return {name: [num_tokens / value for value in values] for name, values in seconds.items()}
 
 
 def main() -> None:
@@ -127,13 +111,9 @@ def main() -> None:
     parser.add_argument("--engine-options", type=json.loads, default={}, help="JSON of EngineConfig fields for `paged`")
     arguments = parser.parse_args()
 
-    engines = {name: start(name, arguments) for name in arguments.engines}
-    print(
-        f"paged-backend {paged_backend.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}, "
-        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, "
-        f"{arguments.model} in {arguments.dtype}, {arguments.rounds} rounds"
-    )
+    common = (arguments.model, arguments.dtype, arguments.engine_options)
+    engines = {name: start(serve, name, *common) for name in arguments.engines}
+    print(f"{versions()}, {arguments.model} in {arguments.dtype}, {arguments.rounds} rounds")
     results = {}
     for name in arguments.workloads:
         rates = results[name] = measure(engines, WORKLOADS[name], arguments.rounds)

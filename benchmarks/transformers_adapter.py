@@ -10,9 +10,6 @@ Answers end where the model ends them, so prompts finish at different times. Run
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import platform
 import statistics
 import time
 from multiprocessing.connection import Connection
@@ -20,7 +17,7 @@ from multiprocessing.connection import Connection
 import torch
 import transformers
 
-import paged_backend
+from rounds import start, take_turns, versions
 from workloads import Workload
 
 KINDS = ("own", "enabled", "paged")
@@ -57,16 +54,6 @@ def serve(connection: Connection, kind: str, arguments: argparse.Namespace) -> N
         connection.send(time.perf_counter() - start)
 
 
-def start(kind: str, arguments: argparse.Namespace) -> Connection:
-    """The near end of a new pipeline's process."""
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    context.Process(target=serve, args=(far, kind, arguments)).start()
-    far.close()
-    assert near.recv() == "ready"
-    return near
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="demo, or a model folder (default: demo)")
@@ -78,18 +65,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
 
-    pipelines = {kind: start(kind, arguments) for kind in arguments.kinds}
+    pipelines = {kind: start(serve, kind, arguments) for kind in arguments.kinds}
     print(
-        f"paged-backend {paged_backend.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}, "
-        f"{torch.get_num_threads()} threads of {os.cpu_count()} cores, {arguments.model} in {arguments.dtype}, "
+        f"{versions()}, {arguments.model} in {arguments.dtype}, "
         f"{arguments.num_prompts} prompts in batches of {arguments.batch_size}, {arguments.num_tokens} tokens at most"
     )
-    seconds: dict[str, list[float]] = {kind: [] for kind in pipelines}
-    for round_ in range(1, arguments.rounds + 1):
-        for kind, connection in list(pipelines.items())[:: 1 if round_ % 2 else -1]:
-            connection.send(round_)
-            seconds[kind].append(connection.recv())
+    seconds = take_turns(pipelines, arguments.rounds, lambda round_: round_)
     first = arguments.kinds[0]
     for kind, values in seconds.items():
         ratio = statistics.median(a / b for a, b in zip(seconds[first], values, strict=True))

@@ -14,7 +14,7 @@ from pydantic import model_validator
 
 import paged_backend
 from langchain_paged.call import Chat, given_sampling, settings_of_call
-from langchain_paged.engine_user import EngineUser, with_version
+from langchain_paged.engine_user import BatchingEngineUser, with_version
 from langchain_paged.outputs import AsyncChunks
 from langchain_paged.settings import ChatSettings
 from langchain_paged.structured import parser_of, with_raw
@@ -24,7 +24,7 @@ from paged_backend import AsyncStream, InvalidRequestError, SamplingParams, unkn
 _OF_STRUCTURED_OUTPUT = ("schema", "method", "include_raw", "strict")
 
 
-class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
+class ChatPaged(ChatSettings, BatchingEngineUser, BaseChatModel):
     """A chat model that runs in this process, on one paged and continuously batched engine per model.
 
     All ChatPaged objects of the same `model` and `engine_kwargs` share an engine, which is made at the first call and
@@ -183,18 +183,6 @@ class ChatPaged(ChatSettings, EngineUser, BaseChatModel):
         """Answer all inputs at once, in order; `max_concurrency` in `config` limits how many are in the engine."""
         configs = self._all_at_once(config, len(inputs))
         return super().batch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
-
-    def batch_as_completed(  # type: ignore[override]
-        self,
-        inputs: Sequence[LanguageModelInput],
-        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> Iterator[tuple[int, AIMessage | Exception]]:
-        """`batch`, but each answer comes with its index as soon as it is there."""
-        configs = self._all_at_once(config, len(inputs))
-        return super().batch_as_completed(inputs, configs, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload,no-any-return]
 
     def _generate(
         self,

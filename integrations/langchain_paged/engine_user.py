@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 from langchain_core.runnables import RunnableConfig
@@ -90,6 +90,10 @@ class EngineUser(BaseModel):
     async def _aengine(self, model: str) -> LLM:
         return self._own_engine(model) or await LLM.ashared(model, **self.engine_kwargs)
 
+
+class BatchingEngineUser(EngineUser):
+    """A model of LangChain's that is asked by many at once."""
+
     def _all_at_once(
         self, config: RunnableConfig | Sequence[RunnableConfig] | None, num_inputs: int
     ) -> list[RunnableConfig]:
@@ -99,6 +103,21 @@ class EngineUser(BaseModel):
             one if one.get("max_concurrency") is not None else patch_config(one, max_concurrency=most)
             for one in get_config_list(config, num_inputs)
         ]
+
+    def batch_as_completed(
+        self,
+        inputs: Sequence[Any],
+        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
+        *,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> Iterator[tuple[int, Any]]:
+        """`batch`, but each answer comes with its index as soon as it is there."""
+        configs = self._all_at_once(config, len(inputs))
+        answers: Iterator[tuple[int, Any]] = super().batch_as_completed(  # type: ignore[misc]
+            inputs, configs, return_exceptions=return_exceptions, **kwargs
+        )
+        return answers
 
 
 def with_version(metadata: dict[str, Any] | None, version: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -14,13 +14,13 @@ from pydantic import model_validator
 
 import paged_backend
 from langchain_paged.call import Completion, given_sampling, settings_of_call
-from langchain_paged.engine_user import EngineUser, with_version
+from langchain_paged.engine_user import BatchingEngineUser, with_version
 from langchain_paged.outputs import AsyncChunks
 from langchain_paged.settings import RequestSettings
 from paged_backend import AsyncStream, SamplingParams
 
 
-class PagedLLM(RequestSettings, EngineUser, BaseLLM):
+class PagedLLM(RequestSettings, BatchingEngineUser, BaseLLM):
     """A model that goes on with a text, in this process, on one paged and continuously batched engine per model.
 
     It shares that engine with every `ChatPaged` and `PagedLLM` of the same `model` and `engine_kwargs`. The prompt is
@@ -131,18 +131,6 @@ class PagedLLM(RequestSettings, EngineUser, BaseLLM):
         if _is_one_call(config, len(inputs), return_exceptions):
             return await super().abatch(inputs, config, **kwargs)
         return await Runnable.abatch(self, inputs, config, return_exceptions=return_exceptions, **kwargs)
-
-    def batch_as_completed(  # type: ignore[override]
-        self,
-        inputs: Sequence[LanguageModelInput],
-        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> Iterator[tuple[int, str | Exception]]:
-        """`batch`, but each text comes with its index as soon as it is there."""
-        configs = self._all_at_once(config, len(inputs))
-        return super().batch_as_completed(inputs, configs, return_exceptions=return_exceptions, **kwargs)  # type: ignore[call-overload,no-any-return]
 
     def _generate(
         self,
