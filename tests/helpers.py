@@ -312,6 +312,16 @@ def is_idle(stats: EngineStats) -> bool:
     return (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
 
 
+def num_ended(stats: EngineStats) -> int:
+    """Requests that came to an end of their own."""
+    return sum(num for reason, num in stats.finished.items() if reason != "abort")
+
+
+def is_given_up(stats: EngineStats) -> bool:
+    """Nothing runs or waits, since all was aborted: what is left alone comes to its end, and is idle, as well."""
+    return is_idle(stats) and num_ended(stats) == 0
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
     """Look again and again; an error if it does not become true."""
     deadline, pause = time.monotonic() + seconds, threading.Event()

@@ -15,7 +15,7 @@ from langchain_core.prompts import ChatPromptTemplate
 
 from helpers_models import EOS, VOCAB_SIZE, make_tokenizer
 from langchain_paged import ChatPaged
-from paged_backend import LLM, Backend, EngineStats, SamplingParams
+from paged_backend import LLM, Backend, SamplingParams
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.sampling.sampler import SampledToken
 
@@ -92,10 +92,6 @@ def make_llm(
         default_sampling=default_sampling or {},
     )
     return LLM.from_backend(backend, **config)
-
-
-def is_idle(stats: EngineStats) -> bool:
-    return (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
 
 
 def num_finished(llm: LLM) -> int:

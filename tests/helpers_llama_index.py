@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage
+import pytest
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+)
+from llama_index.core.llms import LLM as LlamaIndexLLM
 
 from helpers import FakeRunner, StepFailure, make_llm
 from helpers_models import EOS, VOCAB_SIZE, make_tokenizer
@@ -99,3 +104,56 @@ def in_loop(awaitable: Awaitable[Any]) -> Any:
 
 def as_messages(question: str) -> list[ChatMessage]:
     return [ChatMessage(role="user", content=question)]
+
+
+def num_finished(llm: LLM) -> int:
+    return sum(llm.stats().finished.values())
+
+
+async def wait_until_async(condition: Callable[[], bool]) -> None:
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0)
+
+    await within_deadline(wait())
+
+
+# The endpoints: each asks one question and gives all its responses, of which the last is the whole answer.
+
+
+async def alone(response: Awaitable[Any]) -> list[Any]:
+    return [await response]
+
+
+Endpoint = Callable[..., list[Any]]
+
+WHOLE: dict[str, Endpoint] = {
+    "chat": lambda model, question, **kwargs: [model.chat(as_messages(question), **kwargs)],
+    "complete": lambda model, question, **kwargs: [model.complete(question, **kwargs)],
+    "achat": lambda model, question, **kwargs: in_loop(alone(model.achat(as_messages(question), **kwargs))),
+    "acomplete": lambda model, question, **kwargs: in_loop(alone(model.acomplete(question, **kwargs))),
+}
+STREAMS: dict[str, Endpoint] = {
+    "stream_chat": lambda model, question, **kwargs: list(model.stream_chat(as_messages(question), **kwargs)),
+    "stream_complete": lambda model, question, **kwargs: list(model.stream_complete(question, **kwargs)),
+    "astream_chat": lambda model, question, **kwargs: in_loop(
+        acollected(model.astream_chat(as_messages(question), **kwargs))
+    ),
+    "astream_complete": lambda model, question, **kwargs: in_loop(
+        acollected(model.astream_complete(question, **kwargs))
+    ),
+}
+ENDPOINTS = WHOLE | STREAMS
+
+each_endpoint = pytest.mark.parametrize("endpoint", ENDPOINTS)
+each_stream = pytest.mark.parametrize("endpoint", STREAMS)
+
+
+def ask(model: LlamaIndexLLM, endpoint: str, question: str = "Name a colour.", **kwargs: Any) -> list[Any]:
+    return ENDPOINTS[endpoint](model, question, **kwargs)
+
+
+def text_of(response: Any) -> str:
+    text = response.message.content if isinstance(response, ChatResponse) else response.text
+    assert isinstance(text, str)
+    return text

@@ -14,12 +14,12 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableParallel
 
+from helpers import is_given_up, is_idle
 from helpers_langchain import (
     DEADLINE_S,
     FOREVER,
     ajoined,
     ignores_beta_warnings,
-    is_idle,
     joined,
     make_llm,
     wait_until,
@@ -176,7 +176,7 @@ def test_leaving_a_stream_frees_its_blocks(slow_llm: LLM) -> None:
     for chunk in ChatPaged(llm=slow_llm).stream(FOREVER):
         assert chunk.content
         break
-    wait_until(lambda: is_idle(slow_llm.stats()))
+    wait_until(lambda: is_given_up(slow_llm.stats()))
 
 
 def test_closing_a_stream_through_a_chain_frees_its_blocks(slow_llm: LLM) -> None:
@@ -185,21 +185,21 @@ def test_closing_a_stream_through_a_chain_frees_its_blocks(slow_llm: LLM) -> Non
     stream = chain.stream({"x": FOREVER})
     next(stream)
     stream.close()
-    wait_until(lambda: is_idle(slow_llm.stats()))
+    wait_until(lambda: is_given_up(slow_llm.stats()))
 
 
 async def test_leaving_an_async_stream_frees_its_blocks(slow_llm: LLM) -> None:
     async for chunk in ChatPaged(llm=slow_llm).astream(FOREVER):
         assert chunk.content
         break
-    await wait_until_async(lambda: is_idle(slow_llm.stats()))
+    await wait_until_async(lambda: is_given_up(slow_llm.stats()))
 
 
 async def test_closing_an_async_stream_frees_its_blocks(slow_llm: LLM) -> None:
     stream = ChatPaged(llm=slow_llm).astream(FOREVER)
     await anext(stream)
     await stream.aclose()
-    await wait_until_async(lambda: is_idle(slow_llm.stats()))
+    await wait_until_async(lambda: is_given_up(slow_llm.stats()))
 
 
 async def test_leaving_an_event_stream_frees_its_blocks(slow_llm: LLM) -> None:
@@ -208,14 +208,14 @@ async def test_leaving_an_event_stream_frees_its_blocks(slow_llm: LLM) -> None:
         if event["event"] == "on_chat_model_stream":
             break
     await events.aclose()
-    await wait_until_async(lambda: is_idle(slow_llm.stats()))
+    await wait_until_async(lambda: is_given_up(slow_llm.stats()))
 
 
 @ignores_beta_warnings
 async def test_closing_a_v3_event_stream_frees_its_blocks(slow_llm: LLM) -> None:
     async with await ChatPaged(llm=slow_llm).astream_events(FOREVER, version="v3") as stream:
         await anext(aiter(stream.text))
-    await wait_until_async(lambda: is_idle(slow_llm.stats()))
+    await wait_until_async(lambda: is_given_up(slow_llm.stats()))
 
 
 def test_an_event_loop_that_ends_within_a_stream_frees_its_blocks(slow_llm: LLM) -> None:
@@ -224,7 +224,7 @@ def test_an_event_loop_that_ends_within_a_stream_frees_its_blocks(slow_llm: LLM)
         await anext(stream)
 
     asyncio.run(within_deadline(begin()))
-    wait_until(lambda: is_idle(slow_llm.stats()))
+    wait_until(lambda: is_given_up(slow_llm.stats()))
 
 
 async def cancel_when_running(llm: LLM, awaitable: Any) -> None:
@@ -233,7 +233,7 @@ async def cancel_when_running(llm: LLM, awaitable: Any) -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await within_deadline(task)
-    await wait_until_async(lambda: is_idle(llm.stats()))
+    await wait_until_async(lambda: is_given_up(llm.stats()))
 
 
 async def test_cancelling_a_task_frees_its_blocks(slow_llm: LLM) -> None:

@@ -15,7 +15,8 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import ConfigurableField
 
-from helpers_langchain import FOREVER, is_idle, make_llm, num_finished, wait_until, wait_until_async, within_deadline
+from helpers import is_given_up, is_idle
+from helpers_langchain import FOREVER, make_llm, num_finished, wait_until, wait_until_async, within_deadline
 from langchain_paged import PagedLLM
 from langchain_paged.settings import RequestSettings
 from paged_backend import LLM, SamplingParams
@@ -267,7 +268,7 @@ def test_leaving_a_stream_frees_its_blocks(slow_llm: LLM) -> None:
     for text in PagedLLM(llm=slow_llm, max_tokens=None).stream(FOREVER):
         assert text
         break
-    wait_until(lambda: is_idle(slow_llm.stats()))
+    wait_until(lambda: is_given_up(slow_llm.stats()))
 
 
 async def test_leaving_an_async_stream_or_cancelling_a_task_frees_its_blocks(slow_llm: LLM) -> None:
@@ -275,13 +276,13 @@ async def test_leaving_an_async_stream_or_cancelling_a_task_frees_its_blocks(slo
     async for text in model.astream(FOREVER):
         assert text
         break
-    await wait_until_async(lambda: is_idle(slow_llm.stats()))
+    await wait_until_async(lambda: is_given_up(slow_llm.stats()))
     task = asyncio.ensure_future(model.abatch([FOREVER] * 3))
     await wait_until_async(lambda: slow_llm.stats().num_running > 0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await within_deadline(task)
-    await wait_until_async(lambda: is_idle(slow_llm.stats()))
+    await wait_until_async(lambda: is_given_up(slow_llm.stats()))
 
 
 def test_a_timeout_ends_the_request(slow_llm: LLM) -> None:

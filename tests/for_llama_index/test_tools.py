@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal
 
 import pytest
@@ -19,7 +19,7 @@ from llama_index.core.tools import FunctionTool
 from llama_index.core.types import PydanticProgramMode
 from pydantic import BaseModel, Field, field_validator
 
-from helpers import is_idle, wait_until
+from helpers import is_given_up, wait_until
 from helpers_llama_index import (
     FOREVER,
     Recorder,
@@ -56,23 +56,6 @@ def colour_of(thing: str) -> str:
 
 
 TOOLS = [FunctionTool.from_defaults(fn=add), FunctionTool.from_defaults(fn=colour_of, fn_schema=Thing)]
-
-
-@pytest.fixture
-def llm_and_runner() -> Iterator[tuple[LLM, Recorder]]:
-    llm, runner = make_paged_llm()
-    with llm:
-        yield llm, runner
-
-
-@pytest.fixture
-def llm(llm_and_runner: tuple[LLM, Recorder]) -> LLM:
-    return llm_and_runner[0]
-
-
-@pytest.fixture
-def runner(llm_and_runner: tuple[LLM, Recorder]) -> Recorder:
-    return llm_and_runner[1]
 
 
 @pytest.fixture(scope="module")
@@ -415,12 +398,12 @@ def test_leaving_a_stream_of_objects_frees_its_blocks() -> None:
         model = Paged(llm=llm, **endless)
         for _ in model.stream_structured_predict(Song, PROMPT, topic="grass"):
             break
-        wait_until(lambda: is_idle(llm.stats()))
+        wait_until(lambda: is_given_up(llm.stats()))
 
         async def leave() -> None:
             await begun(await model.astream_structured_predict(Song, PROMPT, topic="grass"))
             for _ in range(20):
                 await asyncio.sleep(0)
-            wait_until(lambda: is_idle(llm.stats()))
+            wait_until(lambda: is_given_up(llm.stats()))
 
         in_loop(leave())
