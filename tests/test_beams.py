@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import initialize, rule
 
 from helpers import (
     EngineUnderTest,
     Result,
     StepFailure,
     best_of,
-    check_blocks,
     is_idle,
     make_engine,
     make_llm,
     make_request,
 )
+from helpers_crowd import CrowdedMachine
 from paged_backend import BeamSearchParams, EngineDeadError, EngineError, InvalidRequestError, RequestTimeoutError
 from paged_backend.engine.beam_search import BeamSearch, Candidate
 from paged_backend.engine.request import Request
@@ -71,11 +72,11 @@ def samplings(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-class CrowdedBeams(RuleBasedStateMachine):
+class CrowdedBeams(CrowdedMachine):
     """Searches and samples come, are aborted and fail in a cache that holds one sequence; who is left gets what it gets
     in a roomy engine."""
 
-    requests = Bundle("requests")
+    requests = CrowdedMachine.requests
 
     @initialize(
         room=st.sampled_from([(16, 1), (20, 1), (8, 2), (11, 2), (4, 4), (6, 4)]),
@@ -85,55 +86,24 @@ class CrowdedBeams(RuleBasedStateMachine):
     )
     def make(self, room: tuple[int, int], **options: Any) -> None:
         num_blocks, block_size = room
-        self.engine = make_engine(num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_LEN, **options)
-        self.makers: dict[str, Any] = {}
-        self.aborted: set[str] = set()
+        self.crowd(num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_LEN, **options)
 
     @rule(target=requests, options=searches())
     def search(self, options: dict[str, Any]) -> str:
-        return self.submit(lambda: make_search(**options))
+        return self.submit(lambda: make_search(**options))[0]
 
     @rule(target=requests, options=samplings())
     def sample(self, options: dict[str, Any]) -> str:
-        return self.submit(lambda: make_request(**options))
+        return self.submit(lambda: make_request(**options))[0]
 
-    def submit(self, make: Any) -> str:
-        request: Request = make()
-        self.makers[request.request_id] = make
-        self.engine.add(request)
-        return request.request_id
-
-    @rule(num_steps=st.integers(1, 6))
-    def step(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.engine.step()
-
-    @rule()
-    def step_that_fails(self) -> None:
-        self.engine.failing_step()
-
-    @rule(request_id=consumes(requests))
-    def abort(self, request_id: str) -> None:
-        self.engine.abort(request_id)
-        self.aborted.add(request_id)
-
-    @invariant()
-    def no_block_is_lost(self) -> None:
-        check_blocks(self.engine.scheduler)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        self.engine.run()
-        assert is_idle(self.engine.engine.stats())
-        for request_id, make in self.makers.items():
-            result = self.engine.result(request_id)
-            if result.error is not None:
-                assert isinstance(result.error.__cause__, StepFailure), result.error
-            elif any(output.finish_reason == "abort" for output in result.outputs):
-                assert request_id in self.aborted
-            elif request_id not in self.aborted:
-                assert result == make_engine(max_model_len=MAX_LEN, num_blocks=256).run(make())[0]
+    def check(self, request_id: str, make: Callable[[], Request]) -> None:
+        result = self.engine.result(request_id)
+        if result.error is not None:
+            assert isinstance(result.error.__cause__, StepFailure), result.error
+        elif any(output.finish_reason == "abort" for output in result.outputs):
+            assert request_id in self.aborted
+        elif request_id not in self.aborted:
+            assert result == make_engine(max_model_len=MAX_LEN, num_blocks=256).run(make())[0]
 
 
 TestCrowdedBeams = CrowdedBeams.TestCase

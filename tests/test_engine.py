@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import initialize, multiple, rule
 
 from helpers import (
-    Result,
     StepFailure,
     byte_level_tokenizer,
-    check_blocks,
     is_idle,
     logprob_of,
     make_engine,
@@ -22,6 +21,7 @@ from helpers import (
     text_decoder,
     wait_until,
 )
+from helpers_crowd import CrowdedMachine
 from paged_backend import EngineError, RepetitionDetection, RequestTimeoutError
 from paged_backend.engine.request import Request
 
@@ -47,10 +47,10 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-class CrowdedEngine(RuleBasedStateMachine):
+class CrowdedEngine(CrowdedMachine):
     """Requests come, are aborted and fail in a cache this small; what is left gets what it gets in a roomy engine."""
 
-    requests = Bundle("requests")
+    requests = CrowdedMachine.requests
 
     @initialize(
         room=st.sampled_from([(20, 1), (24, 1), (10, 2), (13, 2), (5, 4), (7, 4)]),
@@ -60,46 +60,15 @@ class CrowdedEngine(RuleBasedStateMachine):
     )
     def make(self, room: tuple[int, int], **options: Any) -> None:
         num_blocks, block_size = room
-        self.engine = make_engine(num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_LEN, **options)
-        self.options: dict[str, dict[str, Any]] = {}
-        self.aborted: set[str] = set()
+        self.crowd(num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_LEN, **options)
 
     @rule(target=requests, workload=workloads(), num_copies=st.integers(1, 3))
-    def submit(self, workload: dict[str, Any], num_copies: int) -> Any:
-        made = [make_request(**workload) for _ in range(num_copies)]
-        for request in made:
-            self.options[request.request_id] = workload
-        self.engine.add(*made)
-        return multiple(*(request.request_id for request in made))
+    def add(self, workload: dict[str, Any], num_copies: int) -> Any:
+        return multiple(*self.submit(lambda: make_request(**workload), num_copies))
 
-    @rule(num_steps=st.integers(1, 6))
-    def step(self, num_steps: int) -> None:
-        for _ in range(num_steps):
-            self.engine.step()
-
-    @rule()
-    def step_that_fails(self) -> None:
-        self.engine.failing_step()
-
-    @rule(request_id=consumes(requests))
-    def abort(self, request_id: str) -> None:
-        self.engine.abort(request_id)
-        self.aborted.add(request_id)
-
-    @invariant()
-    def no_block_is_lost(self) -> None:
-        check_blocks(self.engine.scheduler)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        self.engine.run()
-        assert is_idle(self.engine.engine.stats())
-        for request_id, workload in self.options.items():
-            self.check(self.engine.result(request_id), request_id, workload)
-
-    def check(self, result: Result, request_id: str, workload: dict[str, Any]) -> None:
-        expected = make_engine(max_model_len=MAX_LEN).run(make_request(**workload))[0]
+    def check(self, request_id: str, make: Callable[[], Request]) -> None:
+        result = self.engine.result(request_id)
+        expected = make_engine(max_model_len=MAX_LEN).run(make())[0]
         if result.error is None and {output.finish_reason for output in result.outputs} == {"length"}:
             assert result == expected
             return

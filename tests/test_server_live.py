@@ -22,7 +22,7 @@ import openai
 import pytest
 from langchain_openai import ChatOpenAI
 
-from helpers import WAIT_SECONDS, is_idle, wait_until
+from helpers import WAIT_SECONDS, is_idle, num_ended, wait_until
 from helpers_server import END, ServerUnderTest, make_server, refusal, user
 from paged_backend import LLM
 from paged_backend.server import lifecycle
@@ -64,6 +64,7 @@ def client(server: ServerUnderTest, url: str) -> Iterator[openai.OpenAI]:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_client_that_hangs_up_ends_its_request(server: ServerUnderTest, url: str, path: str, stream: bool) -> None:
     server.runner.on_step = lambda output: time.sleep(0.01)
+    before = num_ended(server.llm.stats())
     body = {"prompt": ["a", "b"]} if path == "/v1/completions" else {"messages": [user("hi")]}
     with httpx.Client(base_url=url, headers={"Authorization": "Bearer key"}) as client:
         if stream:
@@ -75,6 +76,7 @@ def test_a_client_that_hangs_up_ends_its_request(server: ServerUnderTest, url: s
     start = time.monotonic()
     wait_until(lambda: is_idle(server.llm.stats()))
     assert time.monotonic() - start < 1.0
+    assert num_ended(server.llm.stats()) == before
     wait_until(lambda: server.serving.num_active == 0)
 
 
@@ -85,7 +87,7 @@ def test_nothing_is_left_of_finished_requests(server: ServerUnderTest, client: o
     assert server.serving.num_active == 0
 
 
-def test_a_reader_who_reads_nothing_is_given_up() -> None:
+def test_a_reader_who_reads_nothing_is_idle() -> None:
     server = make_server(num_blocks=8192, max_model_len=8192, stall_timeout=0.3)
     body = json.dumps({"prompt": ["x" * 7000] * 8, "n": 128, "echo": True, "max_tokens": 1, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
@@ -176,6 +178,7 @@ def test_openais_sdk_raises_its_own_errors(server: ServerUnderTest, client: open
 
 
 def test_breaking_out_of_the_sdks_stream_ends_the_request(server: ServerUnderTest, client: openai.OpenAI) -> None:
+    before = num_ended(server.llm.stats())
     server.runner.on_step = lambda output: time.sleep(0.005)
     with client.completions.create(
         model="fake", prompt="hi", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
@@ -183,6 +186,7 @@ def test_breaking_out_of_the_sdks_stream_ends_the_request(server: ServerUnderTes
         next(iter(stream))
         assert server.llm.stats().num_running == 1
     wait_until(lambda: is_idle(server.llm.stats()))
+    assert num_ended(server.llm.stats()) == before
 
 
 async def test_langchains_model_talks_to_it(server: ServerUnderTest, url: str) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TextGenerationPipeline, TextStreamer, 
 from transformers.pipelines.pt_utils import KeyDataset
 
 import transformers_paged
-from helpers import is_idle, wait_until
+from helpers import is_idle, num_ended, wait_until
 from helpers_models import make_model, make_tokenizer, save_model
 from helpers_transformers import ENGINE, cases, engine_of, on_engine
 from transformers_paged import PagedTextGenerationPipeline
@@ -169,9 +169,11 @@ def test_an_error_comes_in_its_place_and_the_others_are_not_lost(right: Any, pag
 
 
 def test_an_error_ends_a_list_and_leaves_nothing_running(llama: PreTrainedModel, paged: Any) -> None:
+    before = num_ended(engine_of(llama).stats())
     with pytest.raises(TypeError):
         paged([None, *TEXTS], max_new_tokens=400, eos_token_id=None)
     wait_until(lambda: is_idle(engine_of(llama).stats()))
+    assert num_ended(engine_of(llama).stats()) == before
     assert len(paged(TEXTS, **GREEDY)) == len(TEXTS)
 
 

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from helpers import is_idle, wait_until
+from helpers import is_idle, num_ended, wait_until
 from helpers_models import make_model, make_tokenizer
 from helpers_transformers import cases, encoded, engine_of, on_engine, own_generate, same
 from paged_backend import EngineError
@@ -231,12 +231,14 @@ def test_a_streams_reader_never_waits_for_ever(llama: PreTrainedModel, arguments
 
 
 def test_an_error_in_a_streamer_aborts_and_ends_it(llama: PreTrainedModel) -> None:
+    before = num_ended(engine_of(llama).stats())
     streamer = Recorder(fail_at=4)
     arguments = encoded(["a"]) | {"max_new_tokens": 400, "eos_token_id": None, "pad_token_id": 3}
     with pytest.raises(ConnectionResetError):
         llama.generate(**arguments, streamer=streamer)
     assert (len(streamer.calls), streamer.calls[-1]) == (5, "end")
     wait_until(lambda: is_idle(engine_of(llama).stats()))
+    assert num_ended(engine_of(llama).stats()) == before
 
 
 def test_a_slow_streamer_holds_up_nobody_else(llama: PreTrainedModel) -> None:
@@ -320,6 +322,8 @@ def test_generate_takes_the_arguments_of_transformers_generate(llama: PreTrained
 
 
 def test_an_interrupted_call_aborts_its_requests(llama: PreTrainedModel) -> None:
+    before = num_ended(engine_of(llama).stats())
+
     class Interrupt(StoppingCriteria):  # type: ignore[misc]
         def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
             raise KeyboardInterrupt
@@ -328,4 +332,5 @@ def test_an_interrupted_call_aborts_its_requests(llama: PreTrainedModel) -> None
     with pytest.raises(KeyboardInterrupt):
         llama.generate(**encoded(), max_new_tokens=400, stopping_criteria=[Interrupt()])
     wait_until(lambda: is_idle(engine_of(llama).stats()))
+    assert num_ended(engine_of(llama).stats()) == before
     assert time.monotonic() - start < 20
