@@ -249,6 +249,25 @@ def test_a_new_turn_and_an_open_one_exclude_each_other() -> None:
     assert not tokenizer.render_chat(messages, add_generation_prompt=False).endswith("assistant\n")
 
 
+def test_a_message_that_ends_in_tool_calls_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequestError, match="ends in tool calls; leave it out"):
+        Tokenizer(make_hf_tokenizer()).render_chat([user("Hi!"), with_call({})], continue_final_message=True)
+
+
+def test_calls_in_the_older_form_are_calls() -> None:
+    older = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    assert normalised([older, {"role": "function", "name": "add", "content": "2"}]) == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "name": "add", "content": "2"},
+    ]
+    with pytest.raises(InvalidRequestError, match="no JSON"):
+        normalised([older | {"function_call": {"name": "add", "arguments": "a=1"}}])
+
+
 def test_threads_share_one_tokenizer() -> None:
     tokenizer = Tokenizer(make_hf_tokenizer())
     texts = [f"{number} " * 200 for number in range(8)]

@@ -9,11 +9,14 @@ from typing import Any
 from paged_backend.errors import InvalidRequestError
 
 Message = Mapping[str, Any]
+_ROLE_NAMES = {"developer": "system", "function": "tool"}
+"""What templates call them."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def normalised(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copies of the messages: text parts joined, arguments of tool calls as mappings, `developer` as `system`.
+    """Copies of the messages: text parts joined, arguments of tool calls as mappings, `developer` as `system`, and
+    OpenAI's older `function_call` and role `function` as tool calls and their results.
 
     Raises InvalidRequestError for what no template can be given: no messages, unknown roles, parts that are not text,
     arguments that are no JSON object.
@@ -29,14 +32,22 @@ def _normalised(message: Message, index: int) -> dict[str, Any]:
     role = message["role"]
     if role not in ROLES:
         raise InvalidRequestError(f"messages[{index}] has the role {role!r}; known roles: {', '.join(ROLES)}")
+    message = _without_legacy_call(message)
     result = {key: value for key, value in message.items() if value is not None and key != "tool_calls"}
-    result["role"] = "system" if role == "developer" else role
+    result["role"] = _ROLE_NAMES.get(role, role)
     if isinstance(result.get("reasoning"), str):
         result.setdefault("reasoning_content", result["reasoning"])  # the name that templates know
     result["content"] = _text(message.get("content"), index)
     if message.get("tool_calls"):
         result["tool_calls"] = _tool_calls(message["tool_calls"], index)
     return result
+
+
+def _without_legacy_call(message: Message) -> Message:
+    """OpenAI's older form of a call, in the newer one."""
+    call = message.get("function_call")
+    others = {key: value for key, value in message.items() if key != "function_call"}
+    return others if call is None else {"tool_calls": [{"type": "function", "function": call}], **others}
 
 
 def _text(content: object, index: int) -> str:

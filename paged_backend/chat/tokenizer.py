@@ -97,6 +97,11 @@ class Tokenizer:
         if add_generation_prompt and continue_final_message:
             raise InvalidRequestError("add_generation_prompt and continue_final_message exclude each other; give one")
         conversation: Sequence[Mapping[str, Any]] = normalised(messages)
+        if continue_final_message and conversation[-1].get("tool_calls"):
+            raise InvalidRequestError(
+                "continue_final_message goes on with the text of the last message, and that one ends in tool calls; "
+                "leave it out, or add their results"
+            )
         options = dict(chat_template_kwargs or {})
         if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in conversation):
             support = self.template_support(template)
