@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from tqdm.auto import tqdm
 
+from paged_backend.assembly import assemble, request_builder
 from paged_backend.async_stream import AsyncStream, run_off_loop
 from paged_backend.backend import Backend, EncoderBackend, load_backend
 from paged_backend.beam_search_params import BeamSearchParams
@@ -21,24 +21,16 @@ from paged_backend.chat.chat_builder import check_parsers
 from paged_backend.chat.messages import Message
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
-from paged_backend.engine.encoder_engine import EncoderEngine
-from paged_backend.engine.engine import Engine
-from paged_backend.engine.kv_cache_manager import KVCacheManager
-from paged_backend.engine.loop import AnyEngine, EngineLoop, News
+from paged_backend.engine.loop import EngineLoop, News
 from paged_backend.engine.metrics import EngineStats
 from paged_backend.engine.outbox import Outbox
-from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.request import Request
-from paged_backend.engine.request_factory import CompileGrammar, Limits, RequestFactory
-from paged_backend.engine.scheduler import Scheduler
-from paged_backend.engine.speculation import Speculator
 from paged_backend.errors import EngineDeadError
 from paged_backend.handle import RequestHandle
 from paged_backend.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoreOutput
-from paged_backend.request_builder import Prompt, RequestBuilder, Scoring
-from paged_backend.sampling.grammar import GrammarCompiler
+from paged_backend.request_builder import Prompt
 from paged_backend.sampling_params import SamplingParams
-from paged_backend.scoring import score_of
+from paged_backend.scoring import scores_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -269,7 +261,7 @@ class LLM:
         prompts, have in common is computed once. `scoring.pair_of` says where a continuation begins.
         """
         scoring = self._builder.scores(prompts, continuations, **options)
-        return _scores(scoring, self._run(scoring.requests, use_tqdm))
+        return scores_of(scoring, self._run(scoring.requests, use_tqdm))
 
     async def ascore(
         self, prompts: Prompt | Sequence[Prompt], continuations: Any, **options: Any
@@ -279,7 +271,7 @@ class LLM:
             lambda: self._builder.scores(prompts, continuations, **options),
             is_long=_num_characters(prompts) + _num_characters(continuations) > _MANY_CHARACTERS,
         )
-        return _scores(scoring, await self._arun(scoring.requests))
+        return scores_of(scoring, await self._arun(scoring.requests))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, **options: Any
@@ -361,20 +353,9 @@ class LLM:
         LLM._process_id = os.getpid()
         self.config = config
         self._loop = EngineLoop(max_num_queued_reqs=config.max_num_queued_reqs)
-        facts = self._loop.start(lambda: _assemble(load(), config))
+        facts = self._loop.start(lambda: assemble(load(), config))
         self.model_name, self.max_model_len = facts.name, facts.limits.max_model_len
-        encode_word = facts.tokenizer.encode_word if facts.tokenizer else None
-        factory = RequestFactory(
-            facts.limits,
-            encode_word=encode_word,
-            compile_grammar=_grammar_compiler(facts.limits, facts.tokenizer),
-            seed=config.seed,
-        )
-        self._builder = RequestBuilder(
-            *(factory, facts.tokenizer, facts.default_sampling),
-            tool_call_parser=config.tool_call_parser,
-            reasoning_parser=config.reasoning_parser,
-        )
+        self._builder = request_builder(facts, config)
 
     @classmethod
     def _shared_slot(cls, model: Any, tokenizer: Any, config: dict[str, Any]) -> _SharedLLM:
@@ -422,68 +403,6 @@ class LLM:
             raise
 
 
-class _Facts(NamedTuple):
-    """What callers' threads must know of an engine."""
-
-    name: str
-    limits: Limits
-    tokenizer: Tokenizer | None
-    default_sampling: dict[str, Any]
-
-
-def _assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[AnyEngine, _Facts]:
-    if isinstance(backend, EncoderBackend):
-        return _assemble_encoder(backend, config)
-    manager = KVCacheManager(
-        backend.runner.num_blocks, backend.runner.block_size, enable_prefix_caching=config.enable_prefix_caching
-    )
-    scheduler = Scheduler(
-        manager,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=backend.max_model_len,
-        speculator=None if config.speculation is None else Speculator(config.speculation),
-    )
-    processor = OutputProcessor(backend.tokenizer.decoder() if backend.tokenizer else None)
-    limits = Limits(
-        vocab_size=backend.runner.vocab_size,
-        max_model_len=backend.max_model_len,
-        num_slots=manager.num_slots,
-        block_size=manager.block_size,
-        max_logprobs=config.max_logprobs,
-        eos_token_ids=backend.eos_token_ids,
-        embedding=backend.embedding,
-    )
-    logger.info(
-        "%s is ready: %d blocks of %d tokens, so that %d tokens fit in the KV cache",
-        *(backend.name, manager.pool.num_blocks, manager.block_size, manager.num_slots),
-    )
-    engine = Engine(backend.runner, backend.sampler, scheduler, processor)
-    return engine, _Facts(backend.name, limits, backend.tokenizer, backend.default_sampling)
-
-
-def _scores(scoring: Scoring, outputs: list[RequestOutput]) -> list[list[ScoreOutput]]:
-    scores = iter([score_of(pair, output) for pair, output in zip(scoring.pairs, outputs, strict=True)])
-    return [list(itertools.islice(scores, num)) for num in scoring.nums]
-
-
-def _assemble_encoder(backend: EncoderBackend, config: EngineConfig) -> tuple[AnyEngine, _Facts]:
-    limits = Limits(
-        vocab_size=backend.runner.vocab_size,
-        max_model_len=backend.max_model_len,
-        num_slots=backend.max_model_len,
-        max_logprobs=config.max_logprobs,
-        eos_token_ids=frozenset(),
-        embedding=backend.embedding,
-        generates=False,
-    )
-    engine = EncoderEngine(
-        backend.runner, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
-    )
-    logger.info("%s is ready: vectors of %d components", backend.name, backend.embedding.size)
-    return engine, _Facts(backend.name, limits, backend.tokenizer, {})
-
-
 def _embeddings(requests: list[Request], outputs: list[RequestOutput]) -> list[EmbeddingRequestOutput]:
     return [_embedding(request, output) for request, output in zip(requests, outputs, strict=True)]
 
@@ -499,12 +418,6 @@ def _embedding(request: Request, output: RequestOutput) -> EmbeddingRequestOutpu
         num_cached_tokens=output.num_cached_tokens,
         metrics=output.metrics,
     )
-
-
-def _grammar_compiler(limits: Limits, tokenizer: Tokenizer | None) -> CompileGrammar | None:
-    if tokenizer is None:
-        return None
-    return GrammarCompiler(tokenizer.backend, limits.vocab_size, limits.eos_token_ids).compile
 
 
 def _takes_long(prompts: Any, sampling_params: Any, tools: Any = None) -> bool:

@@ -15,7 +15,7 @@ from paged_backend.engine.request_factory import RequestFactory, RequestOptions
 from paged_backend.errors import InvalidRequestError, unknown_argument
 from paged_backend.markup import constrained, markup_of, reasoning_markup
 from paged_backend.sampling_params import SamplingParams
-from paged_backend.scoring import Pair, continuations_of, pair_of
+from paged_backend.scoring import Pair, Scoring, continuations_of, pair_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, which may hold a `cache_salt` too."""
@@ -35,14 +35,6 @@ class _Prompt(NamedTuple):
 
     token_ids: list[int]
     options: dict[str, Any]
-
-
-class Scoring(NamedTuple):
-    """The requests of one call, in order, the pair of each, and how many pairs each prompt has."""
-
-    requests: list[Request]
-    pairs: list[Pair]
-    nums: list[int]
 
 
 class RequestBuilder:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
 from paged_backend.chat.tokenizer import Tokenizer
+from paged_backend.engine.request import Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.outputs import RequestOutput, ScoreOutput
 
@@ -16,6 +18,14 @@ class Pair(NamedTuple):
 
     prompt: list[int]
     continuation: list[int]
+
+
+class Scoring(NamedTuple):
+    """The requests of one call, in order, the pair of each, and how many pairs each prompt has."""
+
+    requests: list[Request]
+    pairs: list[Pair]
+    nums: list[int]
 
 
 def continuations_of(prompts: Any, continuations: Any, *, is_one: bool) -> list[list[Any]]:
@@ -48,6 +58,12 @@ def pair_of(prompt: str | list[int], continuation: Any, tokenizer: Callable[[], 
     if not pair.continuation:
         raise InvalidRequestError(f"the continuation {continuation!r} is empty; it must have at least one token")
     return pair if pair.prompt else pair._replace(prompt=[_first_token(tokenizer())])
+
+
+def scores_of(scoring: Scoring, outputs: list[RequestOutput]) -> list[list[ScoreOutput]]:
+    """What the outputs of its requests say; per prompt, in order."""
+    scores = itertools.starmap(score_of, zip(scoring.pairs, outputs, strict=True))
+    return [list(itertools.islice(scores, num)) for num in scoring.nums]
 
 
 def score_of(pair: Pair, output: RequestOutput) -> ScoreOutput:

@@ -1,0 +1,100 @@
+"""An engine, put together of its parts for what was loaded; and what callers' threads need beside it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+from paged_backend.backend import Backend, EncoderBackend
+from paged_backend.chat.tokenizer import Tokenizer
+from paged_backend.config import EngineConfig
+from paged_backend.engine.encoder_engine import EncoderEngine
+from paged_backend.engine.engine import Engine
+from paged_backend.engine.kv_cache_manager import KVCacheManager
+from paged_backend.engine.loop import AnyEngine
+from paged_backend.engine.output_processor import OutputProcessor
+from paged_backend.engine.request_factory import CompileGrammar, Limits, RequestFactory
+from paged_backend.engine.scheduler import Scheduler
+from paged_backend.engine.speculation import Speculator
+from paged_backend.request_builder import RequestBuilder
+from paged_backend.sampling.grammar import GrammarCompiler
+
+logger = logging.getLogger(__name__)
+
+
+class Facts(NamedTuple):
+    """What callers' threads must know of an engine."""
+
+    name: str
+    limits: Limits
+    tokenizer: Tokenizer | None
+    default_sampling: dict[str, Any]
+
+
+def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[AnyEngine, Facts]:
+    if isinstance(backend, EncoderBackend):
+        return _assemble_encoder(backend, config)
+    manager = KVCacheManager(
+        backend.runner.num_blocks, backend.runner.block_size, enable_prefix_caching=config.enable_prefix_caching
+    )
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=backend.max_model_len,
+        speculator=None if config.speculation is None else Speculator(config.speculation),
+    )
+    processor = OutputProcessor(backend.tokenizer.decoder() if backend.tokenizer else None)
+    limits = Limits(
+        vocab_size=backend.runner.vocab_size,
+        max_model_len=backend.max_model_len,
+        num_slots=manager.num_slots,
+        block_size=manager.block_size,
+        max_logprobs=config.max_logprobs,
+        eos_token_ids=backend.eos_token_ids,
+        embedding=backend.embedding,
+    )
+    logger.info(
+        "%s is ready: %d blocks of %d tokens, so that %d tokens fit in the KV cache",
+        *(backend.name, manager.pool.num_blocks, manager.block_size, manager.num_slots),
+    )
+    engine = Engine(backend.runner, backend.sampler, scheduler, processor)
+    return engine, Facts(backend.name, limits, backend.tokenizer, backend.default_sampling)
+
+
+def request_builder(facts: Facts, config: EngineConfig) -> RequestBuilder:
+    """What makes the requests of callers, in their threads."""
+    factory = RequestFactory(
+        facts.limits,
+        encode_word=facts.tokenizer.encode_word if facts.tokenizer else None,
+        compile_grammar=_grammar_compiler(facts.limits, facts.tokenizer),
+        seed=config.seed,
+    )
+    return RequestBuilder(
+        *(factory, facts.tokenizer, facts.default_sampling),
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+
+
+def _assemble_encoder(backend: EncoderBackend, config: EngineConfig) -> tuple[AnyEngine, Facts]:
+    limits = Limits(
+        vocab_size=backend.runner.vocab_size,
+        max_model_len=backend.max_model_len,
+        num_slots=backend.max_model_len,
+        max_logprobs=config.max_logprobs,
+        eos_token_ids=frozenset(),
+        embedding=backend.embedding,
+        generates=False,
+    )
+    engine = EncoderEngine(
+        backend.runner, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+    )
+    logger.info("%s is ready: vectors of %d components", backend.name, backend.embedding.size)
+    return engine, Facts(backend.name, limits, backend.tokenizer, {})
+
+
+def _grammar_compiler(limits: Limits, tokenizer: Tokenizer | None) -> CompileGrammar | None:
+    if tokenizer is None:
+        return None
+    return GrammarCompiler(tokenizer.backend, limits.vocab_size, limits.eos_token_ids).compile
