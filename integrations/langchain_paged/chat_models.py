@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableConfig
-from pydantic import model_validator
 
-import paged_backend
-from langchain_paged.call import Chat, given_sampling, settings_of_call
-from langchain_paged.engine_user import BatchingEngineUser, with_version
+from langchain_paged.call import Chat, settings_of_call
+from langchain_paged.language_model import EngineLanguageModel
 from langchain_paged.outputs import AsyncChunks
 from langchain_paged.settings import ChatSettings
 from langchain_paged.structured import parser_of, with_raw
 from langchain_paged.tools import Tool, check_choice, json_schema_of, name_of, to_choice_of, to_tool_choice, to_tools
-from paged_backend import AsyncStream, InvalidRequestError, SamplingParams, unknown_name
+from paged_backend import AsyncStream, InvalidRequestError, unknown_name
 
 _OF_STRUCTURED_OUTPUT = ("schema", "method", "include_raw", "strict")
 
 
-class ChatPaged(ChatSettings, BatchingEngineUser, BaseChatModel):
+class ChatPaged(ChatSettings, EngineLanguageModel, BaseChatModel):
     """A chat model that runs in this process, on one paged and continuously batched engine per model.
 
     All ChatPaged objects of the same `model` and `engine_kwargs` share an engine, which is made at the first call and
@@ -104,23 +102,6 @@ class ChatPaged(ChatSettings, BatchingEngineUser, BaseChatModel):
 
     streaming: bool | None = None
     """True: `invoke` streams for the callbacks' sake; False: `stream` does not stream."""
-
-    @model_validator(mode="after")
-    def _check_settings(self) -> Self:
-        """Raise now what would be raised at the first call."""
-        SamplingParams(**{"max_tokens": None} | given_sampling(settings_of_call(self, None, {})))
-        return self
-
-    @model_validator(mode="after")
-    def _set_paged_version(self) -> Self:
-        self.metadata = with_version(self.metadata, paged_backend.__version__)
-        return self
-
-    def get_token_ids(self, text: str) -> list[int]:
-        """The model's own token ids, without special tokens around them. Loads the model if it is not in use yet."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        return self._engine(self.model).tokenizer.encode(text, add_special_tokens=False)
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """How many `input_tokens` these messages are when they are sent, everything that the template adds included."""

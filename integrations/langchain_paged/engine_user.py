@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-from langchain_core.runnables import RunnableConfig
-from langchain_core.runnables.config import get_config_list, patch_config
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from langchain_paged.settings import warn_of_unknown
@@ -89,41 +86,6 @@ class EngineUser(BaseModel):
 
     async def _aengine(self, model: str) -> LLM:
         return self._own_engine(model) or await LLM.ashared(model, **self.engine_kwargs)
-
-
-class BatchingEngineUser(EngineUser):
-    """A model of LangChain's that is asked by many at once."""
-
-    def _all_at_once(
-        self, config: RunnableConfig | Sequence[RunnableConfig] | None, num_inputs: int
-    ) -> list[RunnableConfig]:
-        """One config for each input. LangChain starts few threads, since it takes them for workers; ours only wait."""
-        most = min(num_inputs, self._engine_config.max_num_seqs)
-        return [
-            one if one.get("max_concurrency") is not None else patch_config(one, max_concurrency=most)
-            for one in get_config_list(config, num_inputs)
-        ]
-
-    def batch_as_completed(
-        self,
-        inputs: Sequence[Any],
-        config: RunnableConfig | Sequence[RunnableConfig] | None = None,
-        *,
-        return_exceptions: bool = False,
-        **kwargs: Any,
-    ) -> Iterator[tuple[int, Any]]:
-        """`batch`, but each answer comes with its index as soon as it is there."""
-        configs = self._all_at_once(config, len(inputs))
-        answers: Iterator[tuple[int, Any]] = super().batch_as_completed(  # type: ignore[misc]
-            inputs, configs, return_exceptions=return_exceptions, **kwargs
-        )
-        return answers
-
-
-def with_version(metadata: dict[str, Any] | None, version: str) -> dict[str, Any]:
-    """Metadata of a model that names our version beside LangChain's own in the traces."""
-    metadata = metadata or {}
-    return {**metadata, "lc_versions": {**metadata.get("lc_versions", {}), "paged-backend": version}}
 
 
 def _differences_from_default(config: EngineConfig) -> dict[str, Any]:

@@ -10,17 +10,15 @@ from langchain_core.language_models import BaseLLM, LangSmithParams, LanguageMod
 from langchain_core.outputs import GenerationChunk, LLMResult
 from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_core.runnables.config import get_config_list
-from pydantic import model_validator
 
-import paged_backend
-from langchain_paged.call import Completion, given_sampling, settings_of_call
-from langchain_paged.engine_user import BatchingEngineUser, with_version
+from langchain_paged.call import Completion, settings_of_call
+from langchain_paged.language_model import EngineLanguageModel
 from langchain_paged.outputs import AsyncChunks
 from langchain_paged.settings import RequestSettings
-from paged_backend import AsyncStream, SamplingParams
+from paged_backend import AsyncStream
 
 
-class PagedLLM(RequestSettings, BatchingEngineUser, BaseLLM):
+class PagedLLM(EngineLanguageModel, BaseLLM):
     """A model that goes on with a text, in this process, on one paged and continuously batched engine per model.
 
     It shares that engine with every `ChatPaged` and `PagedLLM` of the same `model` and `engine_kwargs`. The prompt is
@@ -74,23 +72,6 @@ class PagedLLM(RequestSettings, BatchingEngineUser, BaseLLM):
     max_tokens: int | None = 256
     """Most tokens to generate. None: what the model's generation_config.json says, else until the model ends the text,
     which many never do."""
-
-    @model_validator(mode="after")
-    def _check_settings(self) -> Self:
-        """Raise now what would be raised at the first call."""
-        SamplingParams(**{"max_tokens": None} | given_sampling(settings_of_call(self, None, {})))
-        return self
-
-    @model_validator(mode="after")
-    def _set_paged_version(self) -> Self:
-        self.metadata = with_version(self.metadata, paged_backend.__version__)
-        return self
-
-    def get_token_ids(self, text: str) -> list[int]:
-        """The model's own token ids, without special tokens around them. Loads the model if it is not in use yet."""
-        if self.custom_get_token_ids is not None:
-            return self.custom_get_token_ids(text)
-        return self._engine(self.model).tokenizer.encode(text, add_special_tokens=False)
 
     def generate(self, prompts: list[str], stop: list[str] | None = None, *args: Any, **kwargs: Any) -> LLMResult:
         """As LangChain's, but an LLM cache answers only for the same arguments of the call, too."""
