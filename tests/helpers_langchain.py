@@ -20,6 +20,32 @@ from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.sampling.sampler import SampledToken
 
 FOREVER = "forever"
+OTHER_SETTINGS: dict[str, Any] = {
+    "temperature": 0.5,
+    "max_tokens": 3,
+    "min_tokens": 2,
+    "stop": ["said"],
+    "stop_token_ids": [7],
+    "seed": 5,
+    "n": 2,
+    "top_p": 0.5,
+    "top_k": 3,
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {5: 1.0},
+    "bad_words": ["x"],
+    "ignore_eos": False,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "structured_outputs": {"regex": "[a-z]+"},
+    "thinking_token_budget": 5,
+    "timeout": 60.0,
+    "priority": 1,
+    "cache_salt": "salt",
+}
+"""A value of each setting that all models have, other than its default."""
 SAY = "Say: "
 NUM_BLOCKS = 2048
 DEADLINE_S = 20.0

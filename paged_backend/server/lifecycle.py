@@ -8,6 +8,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -131,19 +132,14 @@ class _Server(uvicorn.Server):
 
 
 def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
-    return uvicorn.Config(
+    return _uvicorn_config(
         app,
-        host=settings.host,
+        settings,
         port=settings.port,
         uds=settings.uds,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_level=settings.log_level,
         access_log=settings.log_level == "debug",
-        timeout_graceful_shutdown=1,  # what had to be waited for, has been
     )
 
 
@@ -151,16 +147,19 @@ def _metrics_config(serving: Serving, settings: ServerSettings) -> uvicorn.Confi
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     add_metrics(app, serving)
     assert settings.metrics_port is not None
+    return _uvicorn_config(app, settings, port=settings.metrics_port, access_log=False)
+
+
+def _uvicorn_config(app: FastAPI, settings: ServerSettings, **options: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         host=settings.host,
-        port=settings.metrics_port,
         http="httptools",
         ws="none",
         lifespan="off",
         log_level=settings.log_level,
-        access_log=False,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=1,  # what had to be waited for, has been
+        **options,
     )
 
 

@@ -16,7 +16,15 @@ from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import ConfigurableField
 
 from helpers import is_given_up, is_idle
-from helpers_langchain import FOREVER, make_llm, num_finished, wait_until, wait_until_async, within_deadline
+from helpers_langchain import (
+    FOREVER,
+    OTHER_SETTINGS,
+    make_llm,
+    num_finished,
+    wait_until,
+    wait_until_async,
+    within_deadline,
+)
 from langchain_paged import PagedLLM
 from langchain_paged.settings import RequestSettings
 from paged_backend import LLM, SamplingParams
@@ -205,40 +213,13 @@ def test_callbacks_hear_of_each_chunk_once_and_of_the_end(llm: LLM) -> None:
 # LLM caches.
 
 
-OTHER_VALUES: dict[str, Any] = {
-    "temperature": 0.5,
-    "max_tokens": 3,
-    "min_tokens": 2,
-    "stop": ["said"],
-    "stop_token_ids": [7],
-    "seed": 5,
-    "n": 2,
-    "top_p": 0.5,
-    "top_k": 3,
-    "min_p": 0.1,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.5,
-    "logit_bias": {5: 1.0},
-    "bad_words": ["x"],
-    "ignore_eos": False,
-    "logprobs": True,
-    "top_logprobs": 2,
-    "structured_outputs": {"regex": "[a-z]+"},
-    "thinking_token_budget": 5,
-    "timeout": 60.0,
-    "priority": 1,
-    "cache_salt": "salt",
-}
-
-
 def test_every_setting_is_tried_below() -> None:
-    assert set(OTHER_VALUES) == set(RequestSettings.model_fields)
+    assert set(OTHER_SETTINGS) == set(RequestSettings.model_fields)
 
 
-@pytest.mark.parametrize("name", OTHER_VALUES)
+@pytest.mark.parametrize("name", OTHER_SETTINGS)
 def test_an_llm_cache_answers_only_for_the_same_settings_of_model_and_call(reasoning_llm: LLM, name: str) -> None:
-    llm, cache, setting = reasoning_llm, InMemoryCache(), {name: OTHER_VALUES[name]}
+    llm, cache, setting = reasoning_llm, InMemoryCache(), {name: OTHER_SETTINGS[name]}
     plain, other = PagedLLM(llm=llm, cache=cache), PagedLLM(llm=llm, cache=cache, **setting)
     plain.invoke("Hello.")
     answer = other.invoke("Hello.")

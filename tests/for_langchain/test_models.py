@@ -17,6 +17,7 @@ from langchain_core.load import dumps
 from langchain_core.runnables import ConfigurableField
 
 from helpers_langchain import (
+    OTHER_SETTINGS,
     joined,
     num_finished,
 )
@@ -68,30 +69,7 @@ class RecordingCache(InMemoryCache):
         super().update(prompt, llm_string, return_val)
 
 
-OTHER_VALUES: dict[str, Any] = {
-    "temperature": 0.5,
-    "max_tokens": 3,
-    "min_tokens": 2,
-    "stop": ["said"],
-    "stop_token_ids": [7],
-    "seed": 5,
-    "n": 2,
-    "top_p": 0.5,
-    "top_k": 3,
-    "min_p": 0.1,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "repetition_penalty": 1.5,
-    "logit_bias": {5: 1.0},
-    "bad_words": ["x"],
-    "ignore_eos": False,
-    "logprobs": True,
-    "top_logprobs": 2,
-    "timeout": 60.0,
-    "priority": 1,
-    "cache_salt": "salt",
-    "structured_outputs": {"regex": "[a-z]+"},
-    "thinking_token_budget": 5,
+OTHER_VALUES: dict[str, Any] = OTHER_SETTINGS | {
     "chat_template": CHAT_TEMPLATE + " ",
     "chat_template_kwargs": {"enable_thinking": False},
     "parallel_tool_calls": False,
