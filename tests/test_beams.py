@@ -13,13 +13,16 @@ from hypothesis.stateful import initialize, rule
 
 from helpers import (
     EngineUnderTest,
+    FakeRunner,
     Result,
     StepFailure,
     best_of,
+    in_threads,
     is_idle,
     make_engine,
     make_llm,
     make_request,
+    wait_until,
 )
 from helpers_crowd import CrowdedMachine
 from paged_backend import BeamSearchParams, EngineDeadError, EngineError, InvalidRequestError, RequestTimeoutError
@@ -208,11 +211,17 @@ def test_a_search_that_is_late_times_out() -> None:
 
 
 def test_closing_ends_a_search() -> None:
-    with make_llm() as llm:
-        handle = llm._submit(llm._builder.beams([1, 2, 3], BeamSearchParams(beam_width=2, max_tokens=120)))[0]
+    def search() -> None:
+        with pytest.raises(EngineDeadError):
+            llm.beam_search([1, 2, 3], BeamSearchParams(beam_width=2, max_tokens=50_000))
+
+    def close() -> None:
+        wait_until(lambda: llm.stats().num_running == 2)
         llm.close()
-    with pytest.raises(EngineDeadError):
-        handle.result(timeout=20)
+
+    runner = FakeRunner(num_blocks=2**13, block_size=16)
+    with make_llm(runner=runner, block_size=16, max_model_len=60_000) as llm:
+        in_threads(search, close)
 
 
 def test_fewer_outputs_reach_the_reader_as_they_are() -> None:

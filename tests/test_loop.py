@@ -252,25 +252,20 @@ async def test_closing_a_stream_while_its_request_is_made_ends_the_request(llm: 
     await asyncio.to_thread(wait_until, lambda: llm.stats().finished == {"abort": 1})
 
 
-def test_a_closing_engine_says_so_at_once(llm: LLM) -> None:
+def test_a_closing_engine_says_so_at_once(llm: LLM, runner: FakeRunner) -> None:
     """Not only when the step that it is in is over."""
-    entered, may_go_on = threading.Event(), threading.Event()
-
-    def step_that_lasts(engine: Any) -> None:
-        entered.set()
-        may_go_on.wait(WAIT_SECONDS)
-
-    busy = threading.Thread(target=lambda: llm._loop.call(step_that_lasts))
-    busy.start()
-    entered.wait(WAIT_SECONDS)
+    gate = Gate(runner)
+    unfinished = llm.submit([1, 2, 3], ENDLESS)
+    gate.wait_for_step()
     closing = threading.Thread(target=llm.close)
     closing.start()
     wait_until(lambda: llm.is_closed)
     with pytest.raises(EngineDeadError, match="make a new LLM"):
         llm.submit([1, 2, 3], ENDLESS)
-    may_go_on.set()
-    for thread in (busy, closing):
-        thread.join(WAIT_SECONDS)
+    gate.open()
+    closing.join(WAIT_SECONDS)
+    with pytest.raises(EngineDeadError):
+        unfinished.result(WAIT_SECONDS)
 
 
 def test_an_aborted_request_gives_its_reader_what_there_was(llm: LLM) -> None:

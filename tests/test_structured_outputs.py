@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -278,19 +279,22 @@ def test_streamed_pieces_join_to_the_whole(llm: LLM) -> None:
     assert "".join(pieces) == text_of(llm, json=PERSON)
 
 
-async def test_compiling_happens_off_the_event_loop(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
+async def test_the_event_loop_goes_on_while_a_grammar_is_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop_went_on = threading.Event()
     compile_really = grammar._compile
 
-    def compile_here(*args: Any) -> Any:
-        threads.append(threading.get_ident())
+    def compile_then(*args: Any) -> Any:
+        assert loop_went_on.wait(10)
         return compile_really(*args)
 
-    monkeypatch.setattr(grammar, "_compile", compile_here)
-    params = make_params(regex="off the event loop [ab]")
-    assert "off the event loop" in (await llm.agenerate(PROMPT, params))[0].outputs[0].text
-    assert len(threads) == 1
-    assert threads[0] != threading.get_ident()
+    async def go_on() -> None:
+        await asyncio.sleep(0)  # the other one has begun
+        loop_went_on.set()
+
+    monkeypatch.setattr(grammar, "_compile", compile_then)
+    answer = llm.agenerate(PROMPT, make_params(regex="the loop goes on [ab]"))
+    (outputs, _) = await asyncio.wait_for(asyncio.gather(answer, go_on()), 20)
+    assert "the loop goes on" in outputs[0].outputs[0].text
 
 
 # Refusals
