@@ -15,8 +15,10 @@ import paged_backend
 from paged_backend import OverloadedError
 from paged_backend.server import chat, completions, embeddings, errors, messages, tokens
 from paged_backend.server.errors import ApiError, JSONReply
+from paged_backend.server.kv_map import add_kv_map
 from paged_backend.server.metrics import CONTENT_TYPE
 from paged_backend.server.middleware import CountRequests, LimitBody, RequireKey
+from paged_backend.server.page import add_page, page_paths
 from paged_backend.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -69,11 +71,14 @@ def create_app(serving: Serving) -> FastAPI:
     _add_generation(app, serving)
     _add_models(app, serving)
     _add_operation(app, serving)
+    if settings.ui:
+        add_page(app)
+        add_kv_map(app, serving)
     # The last one added is the first to see a request.
     app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes)
     app.add_middleware(CountRequests, serving=serving)
     if settings.api_keys:
-        app.add_middleware(RequireKey, keys=settings.api_keys)
+        app.add_middleware(RequireKey, keys=settings.api_keys, open_paths=page_paths() if settings.ui else frozenset())
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
