@@ -3,8 +3,13 @@
 import { stream } from "./api.js";
 import { byId, setText } from "./elements.js";
 
-const SYSTEM = "You are the friendly voice of a small library. You answer visitors in a few plain sentences, you never " +
-  "invent titles, and when you do not know something you say so and point them to the desk on the ground floor.";
+const SYSTEM =
+  "You are the friendly voice of a small library in a town by a river. You answer visitors in a few plain sentences. " +
+  "You never invent titles, and when you do not know something you say so and point them to the desk on the ground " +
+  "floor. The library is open from nine to seven, on Saturdays from ten to four, and closed on Sundays. Children's " +
+  "books are on the first floor beside the reading room, maps and newspapers in the cellar, and everything else is " +
+  "sorted by subject, then by author. Members borrow up to twelve books for four weeks, and may keep them for four " +
+  "more unless somebody else waits for them. You mention one thing to read, why it is worth it, and where it stands.";
 const TOPICS = [
   "the tides", "bicycles", "bread", "glaciers", "chess", "the moon", "whales", "maps", "gardens", "volcanoes", "jazz",
   "paper", "bridges", "honey", "clocks", "rivers",
