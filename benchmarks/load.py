@@ -96,8 +96,24 @@ class Load(NamedTuple):
         )
 
 
-async def put_load(port: int, model: str, num_clients: int, seconds: float, seed: int, extra: dict[str, Any]) -> Load:
-    process = psutil.Process(server_at(port))
+class Target(NamedTuple):
+    """A server, and what it wants to be told so that an answer has as many tokens as asked for, and its usage."""
+
+    process_id: int
+    port: int
+    model: str
+    is_transformers: bool = False
+
+    def body(self, one: Chat) -> dict[str, Any]:
+        body = {"model": self.model, "messages": one.conversation, "max_tokens": one.num_tokens, "temperature": 0}
+        if self.is_transformers:
+            config = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": one.num_tokens}
+            return {**body, "generation_config": json.dumps(config)}
+        return {**body, "ignore_eos": True, "stream_options": {"include_usage": True}}
+
+
+async def put_load(target: Target, num_clients: int, seconds: float, seed: int) -> Load:
+    process = psutil.Process(target.process_id)
     numbers = iter(range(10**9))
     begin = time.perf_counter()
     load = Load([], [], 0.0, [])
@@ -105,14 +121,9 @@ async def put_load(port: int, model: str, num_clients: int, seconds: float, seed
     async def client() -> None:
         while time.perf_counter() < begin + seconds:
             one = make_chat(next(numbers), seed)
-            body = {
-                "model": model,
-                "messages": one.conversation,
-                "max_tokens": one.num_tokens,
-                "temperature": 0,
-                **extra,
-            }
-            answer = await chat(HOST, port, body, hang_up_after=one.hang_up_after, timeout=_ANSWER_SECONDS)
+            answer = await chat(
+                HOST, target.port, target.body(one), hang_up_after=one.hang_up_after, timeout=_ANSWER_SECONDS
+            )
             load.chats.append(one)
             load.answers.append(answer)
 
@@ -126,8 +137,8 @@ async def put_load(port: int, model: str, num_clients: int, seconds: float, seed
 
 
 @contextlib.contextmanager
-def serving(command: list[str], port: int, ready: str) -> Iterator[None]:
-    """A server's process, once `ready` answers 200; ended, and waited for, at the end."""
+def serving(command: list[str], port: int, ready: str) -> Iterator[int]:
+    """The id of a server's process, once `ready` answers 200; ended, and waited for, at the end."""
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=None)
     try:
         deadline = time.monotonic() + _READY_SECONDS
@@ -135,7 +146,7 @@ def serving(command: list[str], port: int, ready: str) -> Iterator[None]:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"the server did not start: {' '.join(command)}")
             time.sleep(0.5)
-        yield
+        yield process.pid
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -150,14 +161,6 @@ def answers(port: int, path: str) -> bool:
             return response.status == 200
     except OSError:
         return False
-
-
-def server_at(port: int) -> int:
-    """The id of the process that listens there."""
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-            return int(connection.pid)
-    raise SystemExit(f"nothing listens on port {port}")
 
 
 def free_port() -> int:
@@ -181,11 +184,10 @@ def load_of_ours(arguments: argparse.Namespace) -> tuple[Load, int]:
     port = free_port()
     options = ["--dtype", arguments.dtype, "--max-num-seqs", str(arguments.clients), "--kv-cache-memory", "2GiB"]
     command = [sys.executable, "-m", "paged_backend.cli", "serve", arguments.model, "--port", str(port), *options]
-    with serving([*command, "--served-model-name", "model", "--log-level", "warning"], port, "/ready"):
-        asyncio.run(put_load(port, "model", 4, 1.0, seed=-1, extra={"ignore_eos": True}))  # a warm-up
-        load = asyncio.run(
-            put_load(port, "model", arguments.clients, arguments.seconds, arguments.seed, {"ignore_eos": True})
-        )
+    with serving([*command, "--served-model-name", "model", "--log-level", "warning"], port, "/ready") as process_id:
+        target = Target(process_id, port, "model")
+        asyncio.run(put_load(target, 4, 1.0, seed=-1))  # a warm-up
+        load = asyncio.run(put_load(target, arguments.clients, arguments.seconds, arguments.seed))
         return load, held_blocks(port)
 
 
@@ -228,10 +230,10 @@ def load_of_peer(name: str, arguments: argparse.Namespace) -> Load:
     port = free_port()
     folder = str(paged_backend.demo_folder()) if arguments.model == "demo" else arguments.model
     command, ready = peer_command(name, arguments, folder, port)
-    extra = {"ignore_eos": True} if name == "vllm" else {}
-    with serving(command, port, ready):
-        asyncio.run(put_load(port, folder, 2, 1.0, seed=-1, extra=extra))
-        return asyncio.run(put_load(port, folder, arguments.clients, arguments.peer_seconds, arguments.seed, extra))
+    with serving(command, port, ready) as process_id:
+        target = Target(process_id, port, folder, is_transformers=name == "transformers")
+        asyncio.run(put_load(target, 2, 1.0, seed=-1))
+        return asyncio.run(put_load(target, arguments.clients, arguments.peer_seconds, arguments.seed))
 
 
 def complaints(load: Load, num_held: int, rate: float | None) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 _TEXT = re.compile(rb'"content":\s*"[^"]')
 _TEXT_LENGTH = len('"content":"x')
 _NUM_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+_LAST_CHUNK = b"0\r\n\r\n"
 _KEPT = 4096
 
 
@@ -28,7 +29,10 @@ class Answer:
 
 
 async def chat(host: str, port: int, body: dict[str, Any], *, hang_up_after: int | None, timeout: float) -> Answer:
-    """Send a chat that streams; hang up once that many pieces of text have come. Never raises."""
+    """Send a chat whose answer streams and ends with its usage; hang up once that many pieces of text have come.
+
+    What goes wrong is in the answer, and not raised.
+    """
     loop = asyncio.get_running_loop()
     start = time.perf_counter()
     done: asyncio.Future[None] = loop.create_future()
@@ -51,7 +55,7 @@ async def chat(host: str, port: int, body: dict[str, Any], *, hang_up_after: int
 
 
 def _request(host: str, port: int, body: dict[str, Any]) -> bytes:
-    content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    content = json.dumps({**body, "stream": True}).encode()
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -82,7 +86,7 @@ class _Reader(asyncio.Protocol):
         if self._done.done():
             return
         counted = _NUM_TOKENS.search(self._tail)
-        if counted and self._tail.rstrip(b"0\r\n").endswith(b"[DONE]"):
+        if counted and self._tail.endswith(_LAST_CHUNK):
             self.answer.num_tokens = int(counted[1])
         else:
             self.answer.error = f"{error or 'ended early'}: {self._tail[-300:].decode(errors='replace')}"
