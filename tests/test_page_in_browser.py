@@ -180,16 +180,20 @@ def test_who_has_no_key_is_not_asked_over_and_over(visit: Visit) -> None:
     page.until(lambda: page.is_shown("key-dialog"))
 
 
-def test_what_the_server_refuses_is_shown_and_ends_nothing(visit: Visit) -> None:
+def test_what_the_server_refuses_is_shown_and_may_be_sent_again(visit: Visit) -> None:
     _, page = visit("Fine.")
     page.fill(repetition_penalty="0")
     page.ask("Hi")
     page.until(lambda: page.all("#log .error"))
     (error,) = page.all("#log .error")
     assert "repetition_penalty=0" in error.text and error.get_attribute("role") == "alert"
+    page.until(lambda: page.is_shown("send"))
+    assert page.element("prompt").get_property("value") == "Hi"
     page.fill(repetition_penalty="1")
-    page.ask("Hi")
+    page.ask("")
     page.until(lambda: page.answers()[-1] == "Fine.")
+    page.until(lambda: page.is_shown("send"))
+    assert f"prompt of {len('<user>Hi') + 1 + len('<assistant>')}" in page.log()
 
 
 def test_json_that_is_none_is_not_sent(visit: Visit) -> None:

@@ -64,7 +64,15 @@ async function answer(model, options) {
   setBusy(false);
   view.end(outcome);
   if (view.message) past.push(view.message);
+  else takeBack(past);
   if (view.calls.length) offerResults(view, past, () => answer(model, options));
+}
+
+// A message without an answer is no part of the conversation: it may be changed and sent again.
+function takeBack(past) {
+  if (past.at(-1)?.role !== "user") return;
+  const { content } = past.pop();
+  if (!prompt.value && past === history) prompt.value = content;
 }
 
 function setBusy(isBusy) {
