@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 import paged_backend
 from paged_backend import OverloadedError
-from paged_backend.server import chat, completions, embeddings, errors, messages, tokens
+from paged_backend.server import chat, completions, embeddings, errors, messages, responses, tokens
 from paged_backend.server.errors import ApiError, JSONReply
 from paged_backend.server.metrics import CONTENT_TYPE
 from paged_backend.server.middleware import CountRequests, LimitBody, RequireKey
@@ -42,13 +42,21 @@ from paged_backend.server.replies import (
     ModelList,
     ModelReply,
     RerankReply,
+    ResponseReply,
     ScoreReply,
     StatusReply,
     TokenizeReply,
     VersionReply,
 )
+from paged_backend.server.responses_protocol import ResponsesRequest
 from paged_backend.server.serving import Serving
-from paged_backend.server.streaming import Event, EventStream, TypedEventStream, unless_disconnected
+from paged_backend.server.streaming import (
+    Event,
+    EventStream,
+    ResponseEventStream,
+    TypedEventStream,
+    unless_disconnected,
+)
 
 B = TypeVar("B", bound=GenerationBody)
 T = TypeVar("T")
@@ -89,6 +97,22 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/chat/completions", response_class=JSONReply, response_model=ChatReply, responses=OR_EVENTS)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         return await _generated(serving, request, body, chat.answer, chat.stream_answer)
+
+    @app.post("/v1/responses", response_class=JSONReply, response_model=ResponseReply, responses=OR_EVENTS)
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        async def work() -> Response:
+            if body.stream:
+                events = await responses.stream_response(serving, body)
+                return ResponseEventStream(events, stall_timeout=serving.settings.stall_timeout)
+            return JSONReply(await responses.respond(serving, body))
+
+        return await _counted(serving, request, work())
+
+    @app.get("/v1/responses/{response_id}", response_class=JSONReply)
+    @app.delete("/v1/responses/{response_id}", response_class=JSONReply)
+    async def stored_response(response_id: str) -> Response:
+        """There is none: nothing is stored."""
+        raise ApiError(404, "this server stores no responses", param="response_id", code="not_found")
 
     @app.post(
         "/v1/messages", response_class=JSONReply, response_model=MessageReply, responses={**TYPED_ERRORS, **OR_EVENTS}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from paged_backend import EngineDeadError
-from paged_backend.server import chat, completions, embeddings
+from paged_backend.server import chat, completions, embeddings, responses
 from paged_backend.server.errors import ApiError, described, invalid_body
 from paged_backend.server.protocol import (
     Body,
@@ -20,6 +20,7 @@ from paged_backend.server.protocol import (
     RerankRequest,
     ScoreRequest,
 )
+from paged_backend.server.responses_protocol import ResponsesRequest
 from paged_backend.server.serving import Serving
 
 
@@ -31,6 +32,7 @@ class _Route(NamedTuple):
 _ROUTES = {
     "/v1/chat/completions": _Route(ChatRequest, chat.answer),
     "/v1/completions": _Route(CompletionRequest, completions.complete),
+    "/v1/responses": _Route(ResponsesRequest, responses.respond),
     "/v1/embeddings": _Route(EmbeddingRequest, embeddings.embed),
     "/v1/score": _Route(ScoreRequest, embeddings.score),
     "/v1/rerank": _Route(RerankRequest, embeddings.rerank),

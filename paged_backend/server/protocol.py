@@ -83,14 +83,9 @@ class ResponseFormat(Body):
         return self
 
 
-class GenerationBody(Body):
-    """What completions and chats share."""
+class SamplingBody(Body):
+    """How to sample, and in what order to serve: what every route that generates honours under these names."""
 
-    model: str | None = None
-    """Absent: the model that is served."""
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -103,20 +98,15 @@ class GenerationBody(Body):
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: TokenIds | None = None
     repetition_detection: RepetitionDetectionBody | None = None
     thinking_token_budget: int | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    prompt_logprobs: int | None = None
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
     priority: int = 0
     cache_salt: str | None = None
     user: str | None = None
@@ -126,6 +116,21 @@ class GenerationBody(Body):
     prompt_cache_key: str | None = None
     """A label: prefixes are shared without it."""
     service_tier: Literal["auto", "default"] | None = None
+
+
+class GenerationBody(SamplingBody):
+    """What completions and chats share."""
+
+    model: str | None = None
+    """Absent: the model that is served."""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @property
     def includes_usage(self) -> bool:

@@ -115,6 +115,24 @@ class TypedEventStream(EventStream):
         return described(error).typed_body()
 
 
+class ResponseEventStream(TypedEventStream):
+    """The same as clients of `/v1/responses` read it: events are numbered, and the last says how the response ended."""
+
+    def __init__(self, events: AsyncGenerator[Event, None], *, stall_timeout: float) -> None:
+        super().__init__(events, stall_timeout=stall_timeout)
+        self._num_sent = 0
+
+    def encoded(self, event: Event) -> bytes:
+        numbered = {**event, "sequence_number": self._num_sent}
+        self._num_sent += 1
+        return super().encoded(numbered)
+
+    def error_event(self, error: Exception) -> Event:
+        """OpenAI's fields of such an event, and the object by which its clients know that they have to raise."""
+        body = described(error).body()
+        return {"type": "error", **{key: body["error"][key] for key in ("code", "message", "param")}, **body}
+
+
 async def result_of(handle: RequestHandle, metrics: Metrics) -> RequestOutput:
     """The whole output of a request; cancelling aborts it."""
     output = await handle.aresult()
