@@ -48,6 +48,7 @@ _MODULE_OF = {
     "SpeculativeConfig": "config",
     "StructuredOutputsParams": "structured_outputs",
     "ToolCall": "outputs",
+    "available_memory": "model.kv_cache",
     "demo_folder": "model.demo",
     "unknown_name": "errors",
 }
@@ -86,6 +87,7 @@ __all__ = [
     "SpeculativeConfig",
     "StructuredOutputsParams",
     "ToolCall",
+    "available_memory",
     "demo_folder",
     "unknown_name",
 ]
@@ -111,6 +113,7 @@ if TYPE_CHECKING:
     from paged_backend.handle import RequestHandle
     from paged_backend.llm import LLM
     from paged_backend.model.demo import demo_folder
+    from paged_backend.model.kv_cache import available_memory
     from paged_backend.outputs import (
         CompletionOutput,
         EmbeddingOutput,

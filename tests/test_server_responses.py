@@ -11,12 +11,10 @@ import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from helpers import WAIT_SECONDS, is_idle, wait_until
-from helpers_server import ServerUnderTest, answered, make_server, refusal, user
+from helpers import WAIT_SECONDS, FakeRunner, is_idle, wait_until
+from helpers_server import ScriptedSampler, ServerUnderTest, answered, make_models, make_server, refusal, user
 from helpers_structured import make_llm as make_random_llm
 from paged_backend.server.app import create_app
-from paged_backend.server.serving import Serving
-from paged_backend.server.settings import ServerSettings
 from test_server_errors import failing_after
 from test_server_tools import ARGUMENTS, CALLS, TAKEN_BACK, TEMPLATE, WEATHER, say
 
@@ -158,16 +156,16 @@ class Point(BaseModel):
 def test_a_format_is_followed() -> None:
     llm = make_random_llm()
     llm.get_tokenizer().chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    serving = Serving(ServerSettings(), model="random", llm=llm)
-    server = ServerUnderTest(llm, None, None, serving, create_app(serving))  # type: ignore[arg-type]
+    models = make_models(llm=llm)
+    server = ServerUnderTest(llm, FakeRunner(), ScriptedSampler(), models, create_app(models))
     with server.live() as url, openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=20) as client:
-        parsed = client.responses.parse(model="random", input="hi", text_format=Point)
+        parsed = client.responses.parse(model="fake", input="hi", text_format=Point)
         assert isinstance(parsed.output_parsed, Point)
-        with client.responses.stream(model="random", input="hi", text_format=Point) as stream:
+        with client.responses.stream(model="fake", input="hi", text_format=Point) as stream:
             assert isinstance(stream.get_final_response().output_parsed, Point)
-        plain = client.responses.create(model="random", input="hi", text={"format": {"type": "json_object"}})
+        plain = client.responses.create(model="fake", input="hi", text={"format": {"type": "json_object"}})
         assert isinstance(json.loads(plain.output_text), dict)
-    serving.close()
+    llm.close()
 
 
 async def test_the_asynchronous_sdk_streams_and_breaking_out_ends_the_request(

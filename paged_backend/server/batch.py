@@ -12,11 +12,12 @@ from pydantic import ValidationError
 from paged_backend import EngineDeadError
 from paged_backend.server import chat, completions, embeddings, responses
 from paged_backend.server.errors import ApiError, described, invalid_body
+from paged_backend.server.models import Models
 from paged_backend.server.protocol import (
-    Body,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    ModelBody,
     RerankRequest,
     ScoreRequest,
 )
@@ -25,7 +26,7 @@ from paged_backend.server.serving import Serving
 
 
 class _Route(NamedTuple):
-    model: type[Body]
+    body: type[ModelBody]
     answer: Callable[[Serving, Any], Awaitable[dict[str, Any]]]
 
 
@@ -88,12 +89,14 @@ def _checked_request(number: int, custom_id: str, content: dict[str, Any]) -> tu
     return url, body
 
 
-async def answer_line(serving: Serving, line: BatchLine) -> dict[str, Any]:
+async def answer_line(models: Models, line: BatchLine) -> dict[str, Any]:
     """The line's record: what the route answers, refusals too. Raises EngineDeadError, which is no answer."""
     route = _ROUTES[line.url]
     status, body = 200, dict[str, Any]()
     try:
-        body = await route.answer(serving, route.model.model_validate(line.body))
+        request = route.body.model_validate(line.body)
+        async with models.using(request.model) as serving:
+            body = await route.answer(serving, request)
     except Exception as error:
         refusal = _refusal(error)
         if refusal.status_code == 503:

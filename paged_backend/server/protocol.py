@@ -41,6 +41,11 @@ class Body(BaseModel):
         return value
 
 
+class ModelBody(Body):
+    model: str | None = None
+    """Absent: the first model that is served."""
+
+
 class StreamOptions(Body):
     include_usage: bool = False
 
@@ -83,7 +88,7 @@ class ResponseFormat(Body):
         return self
 
 
-class SamplingBody(Body):
+class SamplingBody(ModelBody):
     """How to sample, and in what order to serve: what every route that generates honours under these names."""
 
     temperature: float | None = None
@@ -121,8 +126,6 @@ class SamplingBody(Body):
 class GenerationBody(SamplingBody):
     """What completions and chats share."""
 
-    model: str | None = None
-    """Absent: the model that is served."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
@@ -221,8 +224,7 @@ class AnthropicMessage(Body):
     content: str | list[dict[str, Any]]
 
 
-class CountTokensRequest(Body):
-    model: str | None = None
+class CountTokensRequest(ModelBody):
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[AnthropicTool] | None = None
@@ -242,8 +244,7 @@ class MessagesRequest(CountTokensRequest):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-class EmbeddingRequest(Body):
-    model: str | None = None
+class EmbeddingRequest(ModelBody):
     input: (
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -259,8 +260,7 @@ class EmbeddingRequest(Body):
     """A label, which changes nothing."""
 
 
-class ScoreRequest(Body):
-    model: str | None = None
+class ScoreRequest(ModelBody):
     text_1: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     text_2: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     truncate_prompt_tokens: int | None = None
@@ -275,8 +275,7 @@ class ScoreRequest(Body):
         return self
 
 
-class RerankRequest(Body):
-    model: str | None = None
+class RerankRequest(ModelBody):
     query: str
     documents: Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     top_n: Annotated[int, Field(ge=1)] | None = None
@@ -285,8 +284,7 @@ class RerankRequest(Body):
     priority: int = 0
 
 
-class TokenizeRequest(Body):
-    model: str | None = None
+class TokenizeRequest(ModelBody):
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -306,6 +304,5 @@ class TokenizeRequest(Body):
         return self
 
 
-class DetokenizeRequest(Body):
-    model: str | None = None
+class DetokenizeRequest(ModelBody):
     tokens: TokenIds

@@ -19,7 +19,6 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
     same = {name: getattr(body, name) for name in SamplingBody.model_fields if name in body.model_fields_set}
     return ChatRequest(
         **same,
-        model=body.model,
         messages=messages_of(body),
         stream=body.stream,
         max_tokens=body.max_output_tokens,

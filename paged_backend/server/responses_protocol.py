@@ -59,8 +59,6 @@ class FunctionChoice(Body):
 
 
 class ResponsesRequest(SamplingBody):
-    model: str | None = None
-    """Absent: the model that is served."""
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     stream: bool = False
