@@ -31,6 +31,9 @@ _MODULE_OF = {
     "EngineStats": "engine.metrics",
     "InvalidRequestError": "errors",
     "InvalidToolCall": "outputs",
+    "KVCells": "engine.kv_map",
+    "KVMap": "engine.kv_map",
+    "KVRequest": "engine.kv_map",
     "Logprob": "outputs",
     "MissingExtraError": "errors",
     "ModelError": "errors",
@@ -70,6 +73,9 @@ __all__ = [
     "EngineStats",
     "InvalidRequestError",
     "InvalidToolCall",
+    "KVCells",
+    "KVMap",
+    "KVRequest",
     "Logprob",
     "MissingExtraError",
     "ModelError",
@@ -97,6 +103,7 @@ if TYPE_CHECKING:
     from paged_backend.backend import Backend, EncoderBackend
     from paged_backend.beam_search_params import BeamSearchParams
     from paged_backend.config import EngineConfig, SpeculativeConfig
+    from paged_backend.engine.kv_map import KVCells, KVMap, KVRequest
     from paged_backend.engine.metrics import EngineStats
     from paged_backend.errors import (
         ConfigError,

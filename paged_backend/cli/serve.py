@@ -56,6 +56,9 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Web pages from here may use the API; * for all; may be repeated.")
     ] = None,
+    ui: Annotated[
+        bool, typer.Option("--ui/--no-ui", help="A page at / to try the model and to watch its KV cache.")
+    ] = _DEFAULTS.ui,
     root_path: Annotated[str, typer.Option(help="The path below which a proxy shows this server.")] = "",
     ssl_certfile: Annotated[str | None, typer.Option(help="Certificate, for https.")] = None,
     ssl_keyfile: Annotated[str | None, typer.Option(help="Its private key.")] = None,
@@ -80,6 +83,7 @@ def serve(
         shutdown_timeout=shutdown_timeout,
         max_body_bytes=max_body_bytes,
         cors_origins=tuple(cors_origin or ()),
+        ui=ui,
         root_path=root_path,
         ssl_certfile=ssl_certfile,
         ssl_keyfile=ssl_keyfile,

@@ -15,9 +15,11 @@ import paged_backend
 from paged_backend import OverloadedError
 from paged_backend.server import chat, completions, embeddings, errors, messages, responses, tokens
 from paged_backend.server.errors import ApiError, JSONReply
+from paged_backend.server.kv_map import add_kv_map
 from paged_backend.server.metrics import CONTENT_TYPE
 from paged_backend.server.middleware import CountRequests, LimitBody, RequireKey
 from paged_backend.server.models import Models
+from paged_backend.server.page import add_page, page_paths
 from paged_backend.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -82,11 +84,14 @@ def create_app(models: Models, tracing: Tracing | None = None) -> FastAPI:
     _add_tokens(app, models)
     _add_models(app, models)
     _add_operation(app, models)
+    if settings.ui:
+        add_page(app)
+        add_kv_map(app, models)
     # The last one added is the first to see a request.
     app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes)
     app.add_middleware(CountRequests, models=models)
     if settings.api_keys:
-        app.add_middleware(RequireKey, keys=settings.api_keys)
+        app.add_middleware(RequireKey, keys=settings.api_keys, open_paths=page_paths() if settings.ui else frozenset())
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]

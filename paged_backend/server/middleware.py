@@ -5,28 +5,33 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged_backend.server.errors import ApiError
+from paged_backend.server.kv_map import PATH as KV_MAP
 from paged_backend.server.models import HOLDING, Models
 
 WITHOUT_KEY = frozenset({"/health", "/ready"})
 """What load balancers ask, which have no key."""
-WHILE_DRAINING = frozenset({"/health", "/ready", "/metrics", "/version"})
+WHILE_DRAINING = frozenset({"/health", "/ready", "/metrics", "/version", KV_MAP})
 
 
 class RequireKey:
-    """401 for requests without a known key; how long it takes to find out tells nothing about the keys."""
+    """401 for requests without a known key; how long it takes to find out tells nothing about the keys.
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+    `open_paths` need none, nor does what load balancers ask.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str], open_paths: Collection[str] = ()) -> None:
         self._app = app
+        self._open_paths = WITHOUT_KEY.union(open_paths)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in WITHOUT_KEY or self._is_known(_presented(scope)):
+        if scope["type"] != "http" or scope["path"] in self._open_paths or self._is_known(_presented(scope)):
             await self._app(scope, receive, send)
             return
         error = ApiError(401, "give a valid API key as 'Authorization: Bearer KEY'", code="invalid_api_key")

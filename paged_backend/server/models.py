@@ -94,7 +94,7 @@ class Models:
         """The same within a block."""
         serving = self.find(name)
         if not self._is_started:
-            raise ApiError(503, "the model is still being loaded; try again later", code="loading", retry=True)
+            raise ApiError(503, "the model is not loaded yet; try again later", code="loading", retry=True)
         if serving.is_loaded:
             serving.num_users += 1
         else:
@@ -119,7 +119,7 @@ class Models:
     async def stats(self) -> dict[Serving, EngineStats]:
         """The counters of the models that are loaded; raises the 503 of an engine that does not answer."""
         if not self._is_started:
-            raise ApiError(503, "the model is still being loaded; try again later", code="loading", retry=True)
+            raise ApiError(503, "the model is not loaded yet; try again later", code="loading", retry=True)
         return {serving: await serving.stats() for serving in self.servings if serving.is_loaded}
 
     async def exposition(self) -> bytes:

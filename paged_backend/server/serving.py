@@ -63,7 +63,7 @@ class Serving:
     @property
     def llm(self) -> LLM:
         if self._llm is None:
-            raise ApiError(503, "the model is still being loaded; try again later", code="loading", retry=True)
+            raise ApiError(503, "the model is not loaded yet; try again later", code="loading", retry=True)
         if self._llm.is_closed:
             raise ApiError(503, "the engine is closed", code="engine_dead")
         return self._llm

@@ -44,6 +44,8 @@ class ServerSettings:
     """Largest request body."""
     cors_origins: tuple[str, ...] = ()
     """Web pages from these origins may use the API; `*` for all."""
+    ui: bool = True
+    """Serve the page at `/`, and the map of the KV cache that it shows."""
     root_path: str = ""
     """The path below which a proxy shows this server."""
     ssl_certfile: str | None = None

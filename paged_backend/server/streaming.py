@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
@@ -54,6 +53,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._stall_timeout = stall_timeout
+        self._sending_since: float | None = None
 
     def encoded(self, event: Event) -> bytes:
         return b"data: " + encode_json(event) + b"\n\n"
@@ -64,10 +64,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
+        stalled = asyncio.ensure_future(self._stalled())
         try:
-            await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((writing, gone, stalled), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _ended(writing, gone)
+            await _ended(writing, gone, stalled)  # without its last part the server closes the connection
             await self._events.aclose()
         if not writing.cancelled() and (error := writing.exception()):
             raise error
@@ -79,30 +80,29 @@ class EventStream(Response):
             await described(error).response(scope["path"])(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with contextlib.suppress(_Stalled):  # without its last part the server closes the connection
-            try:
-                await self._send(send, self.encoded(first))
-                async for event in self._events:
-                    await self._send(send, self.encoded(event))
-                await self._send(send, self.last)
-            except Exception as error:
-                if isinstance(error, _Stalled):
-                    raise
-                await self._send(send, self.encoded(self.error_event(error)))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            await self._send(send, self.encoded(first))
+            async for event in self._events:
+                await self._send(send, self.encoded(event))
+            await self._send(send, self.last)
+        except Exception as error:
+            await self._send(send, self.encoded(self.error_event(error)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
         if not data:
             return
-        try:
-            async with asyncio.timeout(self._stall_timeout):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError:
-            raise _Stalled from None
+        self._sending_since = time.monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sending_since = None
 
+    async def _stalled(self) -> None:
+        """Until one piece has not got away for `stall_timeout` seconds; a timeout for each would cost as much as it."""
+        while (left := self._stall_timeout - self._seconds_sending()) > 0:
+            await asyncio.sleep(left)
 
-class _Stalled(Exception):
-    """The client reads nothing."""
+    def _seconds_sending(self) -> float:
+        return 0.0 if self._sending_since is None else time.monotonic() - self._sending_since
 
 
 class TypedEventStream(EventStream):
