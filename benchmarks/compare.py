@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import results
-from engines import PEERS, EngineProcess, Setup, engine_names, start
+from engines import PEERS, EngineProcess, Setup, available_threads, engine_names, start
 from rounds import machine, take_turns
 from workloads import WORKLOADS, Workload
 
@@ -103,7 +102,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="demo, or a folder with a transformers checkpoint")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, which converts it to the precision")
     parser.add_argument("--environments", type=Path, default=Path.home() / ".cache" / "paged-backend" / "peers")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=available_threads())
     parser.add_argument("--paged-options", type=json.loads, default={}, help="JSON of EngineConfig fields for ours")
     parser.add_argument(
         "--output", type=Path, help="the JSON file that collects rates; .md and .svg are drawn beside it"

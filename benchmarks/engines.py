@@ -70,6 +70,11 @@ PEERS = {
 }
 
 
+def available_threads() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def engine_names(names: list[str]) -> list[str]:
     """`llama.cpp` stands for all its precisions."""
     return [

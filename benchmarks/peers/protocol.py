@@ -1,8 +1,8 @@
 """The line protocol between `compare.py` and an engine's process: one JSON document a line, on stdin and stdout.
 
 The engine says what it is once it is loaded; then, for each `{"conversations": [...], "num_tokens": 64}`, it answers
-all of them at once and says `{"seconds": ..., "num_prompt_tokens": ..., "num_output_tokens": ...}`. It ends with its stdin.
-Standard library only: each engine has an environment of its own.
+all of them at once and says `{"seconds": ..., "num_prompt_tokens": ..., "num_output_tokens": ...}`. It ends with its
+stdin. Standard library only: each engine has an environment of its own.
 """
 
 from __future__ import annotations
