@@ -19,8 +19,7 @@ import argparse
 import datetime
 import json
 import statistics
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +71,6 @@ def _rate(workload: Workload, answer: dict[str, Any]) -> float:
     return round(answer[counted] / answer["seconds"], 2)
 
 
-def asked_for(arguments: argparse.Namespace) -> Iterator[tuple[Workload, int]]:
-    """Workloads and rounds, from the command line or line by line."""
-    if not arguments.interactive:
-        yield from ((WORKLOADS[name], arguments.rounds) for name in arguments.workloads)
-        return
-    print("ready: WORKLOAD [ROUNDS]", flush=True)
-    for line in sys.stdin:
-        name, *rounds = line.split()
-        yield WORKLOADS[name], int(rounds[0]) if rounds else arguments.rounds
-        print("ready: WORKLOAD [ROUNDS]", flush=True)
-
-
 def draw(path: Path, runs: list[results.Run]) -> None:
     tables = [results.overview(runs), results.details(runs), results.settings(runs)]
     path.with_suffix(".md").write_text("\n\n".join(tables) + "\n")
@@ -107,10 +94,6 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, help="the JSON file that collects rates; .md and .svg are drawn beside it"
     )
-    parser.add_argument(
-        "--interactive", action="store_true",
-        help="load everything, then measure what lines on stdin ask for: `b8`, or `b8 5` for 5 rounds",
-    )  # fmt: skip
     arguments = parser.parse_args()
 
     setup = Setup(
@@ -121,8 +104,6 @@ def main() -> None:
         for name in engine_names(arguments.engines):
             engines[name] = start(name, setup)
             print(f"loaded: {name} {engines[name].ready}", flush=True)
-        for name in arguments.workloads:
-            warm_up(engines, WORKLOADS[name])
         run = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(),
@@ -130,10 +111,11 @@ def main() -> None:
             "model": arguments.model,
             "engines": {name: engine.ready for name, engine in engines.items()},
         }
-        for workload, rounds in asked_for(arguments):
-            rates = measure(engines, workload, rounds)
+        for name in arguments.workloads:
+            warm_up(engines, WORKLOADS[name])
+            rates = measure(engines, WORKLOADS[name], arguments.rounds)
             if arguments.output:
-                runs = results.merged(results.load_runs(arguments.output), {**run, "rates": {workload.name: rates}})
+                runs = results.merged(results.load_runs(arguments.output), {**run, "rates": {name: rates}})
                 results.save_runs(arguments.output, runs)
                 draw(arguments.output, runs)
     finally:

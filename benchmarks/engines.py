@@ -54,6 +54,7 @@ PEERS = {
         ("fp16", "int8"),
         environment="openvino",
         requirements=("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"),
+        unwanted=("torchvision",),
         is_converted=True,
     ),
     "vllm": Peer(
@@ -131,9 +132,8 @@ class EngineProcess:
     """An engine, loaded, that does one task after the other: `send` and `recv` are those of a Connection."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, **pipes, text=True, encoding="utf-8", env=environment)
         self.ready: dict[str, Any] = self.recv()
         """What the engine says of itself: package, version, settings."""
 
@@ -143,20 +143,22 @@ class EngineProcess:
         self._process.stdin.flush()
 
     def recv(self) -> dict[str, Any]:
+        """The next answer. Raises RuntimeError if the engine has ended instead."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args} ended with exit status {self._process.wait(timeout=30)}")
+            self.close()
+            raise RuntimeError(f"{self._process.args} ended with exit status {self._process.returncode}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        """It ends with its stdin; if not soon, it is killed."""
         try:
-            self._process.wait(timeout=30)
+            self._process.communicate(timeout=30)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.communicate()
 
 
 def start(name: str, setup: Setup) -> EngineProcess:
@@ -166,7 +168,7 @@ def start(name: str, setup: Setup) -> EngineProcess:
     command = [str(python), str(SCRIPTS / peer.script), "--model", str(source)]
     command += ["--precision", precision, "--threads", str(setup.threads)]
     if peer.is_converted:
-        command += ["--converted", str(setup.environments / "models" / f"{source.stem}-{engine}-{precision}")]
+        command += ["--converted", str(setup.environments / "models" / f"{source.name}-{engine}-{precision}")]
     options = {**peer.options, **(setup.paged_options if engine == "paged" else {})}
     command += ["--options", json.dumps(options)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(setup.threads), "NUMBA_NUM_THREADS": str(setup.threads)}

@@ -23,6 +23,7 @@ import protocol
 FILE_TYPES = {"bf16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16, "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0}
 SETTINGS = {"n_batch": 2048, "n_ubatch": 512, "flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED}
 MOST_NEW_TOKENS = 128
+SILENT = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
 SHORTEST_SHARED_PREFIX = 128
 """From here on a unified KV cache, which can share, is worth being slower than one stream for each sequence."""
 
@@ -143,4 +144,5 @@ def load(gguf: Path, precision: str, threads: int, options: dict[str, Any]) -> p
 
 
 if __name__ == "__main__":
+    llama_cpp.llama_log_set(SILENT, None)
     protocol.serve("llama-cpp-python", load, convert)
