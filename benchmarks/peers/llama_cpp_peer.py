@@ -21,7 +21,7 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 import protocol
 
 FILE_TYPES = {"bf16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16, "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0}
-SETTINGS = {"n_batch": 2048, "n_ubatch": 512, "flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED}
+SETTINGS = {"n_batch": 2048, "n_ubatch": 2048, "flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED}
 MOST_NEW_TOKENS = 128
 SILENT = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
 SHORTEST_SHARED_PREFIX = 128
