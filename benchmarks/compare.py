@@ -46,10 +46,12 @@ def able(engines: Mapping[str, EngineProcess], workload: Workload) -> dict[str, 
 
 def warm_up(engines: Mapping[str, EngineProcess], workload: Workload) -> None:
     """Round 0, answered with two tokens: shapes are known and buffers made, and prompts of round 0 are cached."""
+    num_prompt_tokens = {}
     for name, engine in able(engines, workload).items():
         engine.send(task(workload, 0, 2))
-        num_tokens = engine.recv()["num_prompt_tokens"]
-        print(f"warm: {name} on {workload.name}, {num_tokens} prompt tokens", flush=True)
+        num_prompt_tokens[name] = engine.recv()["num_prompt_tokens"]
+    if len(set(num_prompt_tokens.values())) > 1:
+        print(f"{workload.name}: they do not read the same prompts: {num_prompt_tokens} tokens", flush=True)
 
 
 def measure(engines: Mapping[str, EngineProcess], workload: Workload, rounds: int) -> dict[str, list[float]]:
