@@ -51,6 +51,7 @@ _MODULE_OF = {
     "SpeculativeConfig": "config",
     "StructuredOutputsParams": "structured_outputs",
     "ToolCall": "outputs",
+    "available_memory": "model.kv_cache",
     "demo_folder": "model.demo",
     "unknown_name": "errors",
 }
@@ -92,6 +93,7 @@ __all__ = [
     "SpeculativeConfig",
     "StructuredOutputsParams",
     "ToolCall",
+    "available_memory",
     "demo_folder",
     "unknown_name",
 ]
@@ -118,6 +120,7 @@ if TYPE_CHECKING:
     from paged_backend.handle import RequestHandle
     from paged_backend.llm import LLM
     from paged_backend.model.demo import demo_folder
+    from paged_backend.model.kv_cache import available_memory
     from paged_backend.outputs import (
         CompletionOutput,
         EmbeddingOutput,

@@ -14,10 +14,8 @@ import pytest
 
 import paged_backend.server
 from helpers import WAIT_SECONDS
-from helpers_server import ServerUnderTest, make_server, refusal
+from helpers_server import ServerUnderTest, make_models, make_server, refusal
 from paged_backend.server.app import create_app
-from paged_backend.server.serving import Serving
-from paged_backend.server.settings import ServerSettings
 
 STATIC = Path(paged_backend.server.__file__).parent / "static"
 FILES = ["/", *(f"/static/{path.name}" for path in sorted(STATIC.iterdir()) if path.name != "index.html")]
@@ -133,15 +131,23 @@ async def test_watchers_who_ask_at_once_cost_the_engine_one_look() -> None:
 
 async def test_the_map_goes_on_while_the_server_drains_and_holds_nothing_up() -> None:
     server = make_server()
-    server.serving.is_draining = True
+    server.models.is_draining = True
     assert (await server.get("/paged/kv_map")).status_code == 200
-    assert server.serving.num_active == 0
+    assert server.models.num_active == 0
+    server.serving.close()
+
+
+async def test_the_map_is_of_the_model_that_is_named() -> None:
+    server = make_server(served_model_names=("a", "b"))
+    for path in ("/paged/kv_map", "/paged/kv_map?model=b"):
+        assert (await server.get(path)).json()["model"] == "a"
+    assert refusal(await server.get("/paged/kv_map?model=nope"), 404)["code"] == "model_not_found"
     server.serving.close()
 
 
 async def test_before_the_model_is_loaded_the_map_says_so() -> None:
-    serving = Serving(ServerSettings(), model="fake")
-    server = ServerUnderTest(None, None, None, serving, create_app(serving))  # type: ignore[arg-type]
+    models = make_models()
+    server = ServerUnderTest(None, None, None, models, create_app(models))  # type: ignore[arg-type]
     assert refusal(await server.get("/paged/kv_map"), 503)["code"] == "loading"
     assert (await server.get("/")).status_code == 200
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from collections import defaultdict
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,6 +14,7 @@ from starlette.responses import Response
 
 from paged_backend import LLM, KVMap
 from paged_backend.server.errors import ApiError, JSONReply
+from paged_backend.server.models import Models
 from paged_backend.server.serving import Serving
 
 PATH = "/paged/kv_map"
@@ -67,13 +69,14 @@ class KVMapReply(BaseModel):
     stats: KVStatsReply
 
 
-def add_kv_map(app: FastAPI, serving: Serving) -> None:
-    watched = _Watched()
+def add_kv_map(app: FastAPI, models: Models) -> None:
+    watched: defaultdict[Serving, _Watched] = defaultdict(_Watched)
 
     @app.get(PATH, response_class=JSONReply, response_model=KVMapReply)
-    async def kv_map() -> Response:
-        """The KV cache between two steps. Nothing is gathered while nobody asks."""
-        return JSONReply(_reply(serving.model_names[0], await watched.latest(serving.llm)))
+    async def kv_map(model: str | None = None) -> Response:
+        """The KV cache of a model between two steps. Nothing is gathered while nobody asks, and nothing is loaded."""
+        serving = models.find(model)
+        return JSONReply(_reply(serving.model_names[0], await watched[serving].latest(serving.llm)))
 
 
 class _Watched:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from paged_backend import RequestHandle, RequestOutput
 from paged_backend.server.errors import ApiError, described, encode_json
 from paged_backend.server.metrics import Metrics
+from paged_backend.server.tracing import traced
 
 T = TypeVar("T")
 Event = Mapping[str, Any]
@@ -115,16 +117,34 @@ class TypedEventStream(EventStream):
         return described(error).typed_body()
 
 
+class ResponseEventStream(TypedEventStream):
+    """The same as clients of `/v1/responses` read it: events are numbered, and the last says how the response ended."""
+
+    def __init__(self, events: AsyncGenerator[Event, None], *, stall_timeout: float) -> None:
+        super().__init__(events, stall_timeout=stall_timeout)
+        self._num_sent = 0
+
+    def encoded(self, event: Event) -> bytes:
+        numbered = {**event, "sequence_number": self._num_sent}
+        self._num_sent += 1
+        return super().encoded(numbered)
+
+    def error_event(self, error: Exception) -> Event:
+        """OpenAI's fields of such an event, and the object by which its clients know that they have to raise."""
+        body = described(error).body()
+        return {"type": "error", **{key: body["error"][key] for key in ("code", "message", "param")}, **body}
+
+
 async def result_of(handle: RequestHandle, metrics: Metrics) -> RequestOutput:
     """The whole output of a request; cancelling aborts it."""
     output = await handle.aresult()
-    metrics.observe(output, output.num_output_tokens, len(output.outputs))
+    _note_end(metrics, output, [len(part.token_ids) for part in output.outputs])
     return output
 
 
 async def outputs_of(handle: RequestHandle, metrics: Metrics) -> AsyncGenerator[RequestOutput, None]:
     """A request's deltas as they come; closing this aborts it."""
-    num_tokens = 0
+    num_tokens: Counter[int] = Counter()
     last_of_index: dict[int, float] = {}
     async with handle:
         async for output in handle:
@@ -134,10 +154,15 @@ async def outputs_of(handle: RequestHandle, metrics: Metrics) -> AsyncGenerator[
                     for _ in part.token_ids:
                         metrics.observe_token((now - last_of_index[part.index]) / len(part.token_ids))
                 last_of_index[part.index] = now
-            num_tokens += output.num_output_tokens
+                num_tokens[part.index] += len(part.token_ids)
             if output.finished:
-                metrics.observe(output, num_tokens, len(last_of_index))
+                _note_end(metrics, output, list(num_tokens.values()))
             yield output
+
+
+def _note_end(metrics: Metrics, output: RequestOutput, nums_output_tokens: Sequence[int]) -> None:
+    metrics.observe(output, nums_output_tokens)
+    traced(metrics.model_name, output, nums_output_tokens)
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:

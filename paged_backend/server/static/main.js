@@ -13,7 +13,7 @@ const model = () => byId("model").value || undefined;
 watchKey();
 startChat(model);
 startCrowd(model);
-startWatching();
+startWatching(model);
 listModels();
 
 async function listModels() {

@@ -12,20 +12,20 @@ const MOST_ROWS = 12;
 const rows = new Map(); // by the request's number: the row and its cells
 let chosen = null;
 
-export async function startWatching() {
+export async function startWatching(model) {
   startMap();
   for (;;) {
     await visible();
-    const pause = await look();
+    const pause = await look(model());
     if (pause === null) return;
     await new Promise((resolve) => setTimeout(resolve, pause));
   }
 }
 
-// Shows what there is now; returns how long to wait, or null if there is no key to look with.
-async function look() {
+// Shows what there is now of the model that is chosen; returns how long to wait, or null if there is no key to look with.
+async function look(model) {
   try {
-    const map = await getJSON("paged/kv_map");
+    const map = await getJSON(model ? `paged/kv_map?model=${encodeURIComponent(model)}` : "paged/kv_map");
     show(map);
     const isBusy = map.stats.num_running + map.stats.num_waiting > 0;
     setState(isBusy ? "busy" : "ready");
