@@ -232,7 +232,7 @@ def _deliver(shared: _Shared, outputs: list[EngineOutput]) -> None:
 
 
 def _is_over(request: Request, news: News) -> bool:
-    return isinstance(news, Exception) or request.is_finished
+    return isinstance(news, Exception) or (news.finish_reason is not None and request.is_finished)
 
 
 def _die(engine: AnyEngine, shared: _Shared, reason: str) -> None:
