@@ -33,13 +33,20 @@ class ByteText:
 
     def __init__(self, bytes_of: Mapping[int, bytes]) -> None:
         self._bytes_of = bytes_of
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_whole = True
+        """No character is unfinished."""
 
     def append(self, token_id: int) -> str:
-        return self._decode(self._bytes_of[token_id])
+        spelled = self._bytes_of[token_id]
+        if self._is_whole and spelled.isascii():  # as most are; the decoder takes three times as long
+            return spelled.decode()
+        text = self._decoder.decode(spelled)
+        self._is_whole = not self._decoder.getstate()[0]
+        return text
 
     def finish(self) -> str:
-        return self._decode(b"", True)
+        return self._decoder.decode(b"", True)
 
 
 class WindowText:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import paged_kernels
 from paged_backend.config import EngineConfig
 from paged_backend.engine.scheduler import SchedulerOutput
 from paged_backend.errors import ModelError
@@ -31,6 +32,7 @@ from paged_backend.model.linear import speed_up_linears
 from paged_backend.model.loader import LoadedModel
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.self_check import check_logits, probe_token_ids
+from paged_backend.model.threads import thread_count
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class ModelRunner:
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self._thread_count = thread_count()
         model = loaded.model if loaded.owns_weights else _twin(loaded.model)
         self._model: nn.Module = model
         self.device = model.device
@@ -62,11 +65,13 @@ class ModelRunner:
             check = functools.partial(
                 check_logits, self, probe, expected, block_size=config.block_size, dtype=model.dtype, name=loaded.name
             )
-            self._choose_code(loaded, check)
+            with paged_kernels.telling_of_compilation(_tell_of_compilation):
+                self._choose_code(loaded, check)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
         """Logits [R, V] of the last `num_logits` tokens of each scheduled sequence."""
+        self._thread_count.adjust()
         self._copy_blocks(output)
         inputs = step_inputs(output.scheduled, self.block_size)
         input_ids, positions, keep = inputs.input_ids, inputs.positions, inputs.keep
@@ -163,6 +168,11 @@ class ModelRunner:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _tell_of_compilation() -> None:
+    # A warning, so that those see it who have not set up logging, and wonder what takes so long.
+    logger.warning("compiling kernels for this CPU: once per machine, about 20 seconds")
 
 
 def _twin(model: Any) -> Any:
