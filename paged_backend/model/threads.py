@@ -45,8 +45,7 @@ def measure_usage() -> Usage:
 
 
 def _busy_seconds(core: NamedTuple) -> float:
-    idle = ("idle", "iowait", "nice", "guest", "guest_nice")  # guests are users too, and counted there
-    return float(sum(seconds for name, seconds in core._asdict().items() if name not in idle))
+    return float(sum(getattr(core, name, 0.0) for name in ("user", "system", "irq", "softirq", "steal")))
 
 
 class ThreadCount:
