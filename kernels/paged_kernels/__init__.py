@@ -14,8 +14,12 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from paged_kernels import reference
+from paged_kernels.compilation import telling_of_compilation
 
-__all__ = ["add_rms_norm", "linear", "mask_logits", "paged_attention", "rotary", "silu_and_mul", "store_kv"]
+__all__ = [
+    *("add_rms_norm", "linear", "mask_logits", "paged_attention", "rotary", "silu_and_mul", "store_kv"),
+    "telling_of_compilation",
+]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
