@@ -35,7 +35,7 @@ from paged_backend.server.serving import Serving
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("serve", "chat", "generate", "run-batch", "demo")
 # What EngineConfig has, and what there is to set: these make no difference yet.
-WITHOUT_EFFECT = {"enforce_eager", "quantization", "tensor_parallel_size", "swap_space"}
+WITHOUT_EFFECT = {"enforce_eager", "tensor_parallel_size", "swap_space"}
 
 
 def run(*arguments: str, text: str | None = None) -> Result:
