@@ -103,7 +103,7 @@ def test_sped_up_layers_share_their_parameters_and_see_them_change() -> None:
 
 @pytest.mark.skipif(not BFLOAT16_IS_FAST, reason="this CPU multiplies bfloat16 no faster than float32")
 def test_weights_that_are_not_shared_are_packed_and_held_once() -> None:
-    model = make_model("llama", tie_word_embeddings=True).to(torch.bfloat16)
+    model = make_model("llama", tie_word_embeddings=True, head_dim=32).to(torch.bfloat16)
     token_ids = torch.arange(30)[None]
     with torch.inference_mode():
         expected = model(token_ids).logits.float()
@@ -118,7 +118,7 @@ def test_weights_that_are_not_shared_are_packed_and_held_once() -> None:
 
 @pytest.mark.skipif(not BFLOAT16_IS_FAST, reason="this CPU multiplies bfloat16 no faster than float32")
 def test_a_packed_layer_gives_back_the_weights_it_was_made_of() -> None:
-    model = nn.Sequential(nn.Linear(50, 30, dtype=torch.bfloat16).requires_grad_(False))
+    model = nn.Sequential(nn.Linear(50, 70, dtype=torch.bfloat16).requires_grad_(False))
     weight = model[0].weight
     pack_linears(model)
     assert isinstance(model[0], PackedLinear)

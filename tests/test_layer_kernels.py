@@ -9,10 +9,9 @@ from torch import Tensor
 from paged_kernels import PackedWeight, add_rms_norm, pack, packed_linear, rotary, silu_and_mul
 from paged_kernels.layers import AttentionInput, AttentionOutput, Norm
 
-E, I, H, K, D = 128, 256, 4, 2, 32
+E, INNER, H, K, D = 128, 256, 4, 2, 32
 
 each_size = pytest.mark.parametrize("bits", [16, 8, 4])
-each_number = pytest.mark.parametrize("num_rows", [1, 3, 300])
 
 
 def random(*shape: int) -> Tensor:
@@ -24,7 +23,7 @@ def weight(num_columns: int, depth: int, bits: int) -> PackedWeight:
 
 
 @each_size
-@each_number
+@pytest.mark.parametrize("num_rows", [1, 3, 300])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_norm_product_and_positions_before_attention(num_rows: int, bits: int, adds: bool, has_bias: bool) -> None:
@@ -42,11 +41,11 @@ def test_norm_product_and_positions_before_attention(num_rows: int, bits: int, a
 
 
 @each_size
-@each_number
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 300])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_product_norm_and_mlp_after_attention(num_rows: int, bits: int, activation: str) -> None:
     norm = Norm(random(E) + 1, 1e-6)
-    output, gate_up, down = weight(E, H * D, bits), weight(2 * I, E, bits), weight(E, I, bits)
+    output, gate_up, down = weight(E, H * D, bits), weight(2 * INNER, E, bits), weight(E, INNER, bits)
     biases = (random(E), None, random(E))
     attention, residual = random(num_rows, H * D), random(num_rows, E)
     normed, expected_total = add_rms_norm(

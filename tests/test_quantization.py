@@ -22,11 +22,13 @@ from paged_kernels import pack, reference
 
 PROMPTS = [list(range(40, 75)), [7, 9], list(range(3, 20)) * 2]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+WIDE = {"head_dim": 32}  # so that all products are large enough to be quantised
 OPTIONS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama with biases": {"attention_bias": True, "mlp_bias": True},
-    "llama with tied embeddings": {"tie_word_embeddings": True},
-    "qwen3": {},
+    "llama": WIDE,
+    "llama with biases": {"attention_bias": True, "mlp_bias": True} | WIDE,
+    "llama with tied embeddings": {"tie_word_embeddings": True} | WIDE,
+    "llama with products too small to be quantised": {},
+    "qwen3": WIDE,
     "gemma2": {},
     "gpt2": {},
     "phi3": {},
@@ -46,12 +48,16 @@ class Defined(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
 
+def size_of_input(layer: nn.Linear | Conv1D) -> int:
+    return layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
+
+
 def defined(model: PreTrainedModel, bits: int) -> PreTrainedModel:
     model = copy.deepcopy(model)
     head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) in (nn.Linear, Conv1D):
+            if type(child) in (nn.Linear, Conv1D) and child(torch.zeros(1, size_of_input(child))).shape[1] >= 64:
                 setattr(parent, name, Defined(child, 8 if child is head else bits))
     return model
 
@@ -101,7 +107,7 @@ def loaded(folder: Path, quantization: str) -> Any:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_no_linear_layer_keeps_its_weights(architecture: str, tmp_path: Path) -> None:
-    model = loaded(save_model(tmp_path, model=make_model(architecture, tie_word_embeddings=True)), "int8")
+    model = loaded(save_model(tmp_path, model=make_model(architecture, tie_word_embeddings=True, head_dim=32)), "int8")
     linears = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D, FastLinear))]
     assert not linears
     matrices = [name for name, parameter in model.named_parameters() if parameter.dim() == 2]
@@ -109,7 +115,7 @@ def test_no_linear_layer_keeps_its_weights(architecture: str, tmp_path: Path) ->
 
 
 def test_models_built_like_llama_stay_fused_and_hold_merged_weights_once(tmp_path: Path) -> None:
-    model = loaded(save_model(tmp_path), "int4")
+    model = loaded(save_model(tmp_path, model=make_model(head_dim=32)), "int4")
     assert FusedDecoder.can_run(model)
     layer = model.model.layers[0].self_attn
     parts = [layer.q_proj, layer.k_proj, layer.v_proj]

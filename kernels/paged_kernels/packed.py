@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paged_kernels import compiled
 from paged_kernels.compiled import TYPES, array_at, set_num_threads
-from paged_kernels.packing import PackedWeight, rotation_size
+from paged_kernels.packing import LEAST_COLUMNS, PackedWeight, rotation_size
 from paged_kernels.quads import STEP, add_packed, largest_bits, rotate_64, round_to_bytes
 from paged_kernels.vector import LANES, WIDTH, copy_from_float32, copy_to_float32, from_float32, to_float32
 
@@ -27,8 +27,9 @@ _BYTE = np.empty(0, np.int8)
 _VALUES = {16: TYPES[torch.bfloat16], 8: np.empty(0, np.uint8), 4: _BYTE}  # see quads.py
 SERIAL_COST = {16: 200_000, 8: 400_000, 4: 400_000}  # about 10 µs: a product below is not worth other threads
 _MOST_ROWS = 256  # that stay in the L2 cache
-_ROWS_AT_ONCE = 6 if WIDTH >= LANES else 3  # as many sums as fit in the registers
+# As many sums as fit in the registers: of so many blocks, of one of these numbers of rows, whichever is next below.
 _BLOCKS_AT_ONCE = 4 if WIDTH >= LANES else 2
+_MANY_ROWS, _SOME_ROWS = (6, 4) if WIDTH >= LANES else (3, 2)
 _TOTALS = _BLOCKS_AT_ONCE * LANES
 _STEPS_AT_ONCE = 96  # of these blocks, beside some rows, fit in the L1 cache
 _NOT_FINITE = np.int32(0x7F800000)
@@ -77,7 +78,7 @@ def multiply(types: Types, x: int, stride: int, matrix: Matrix, out: int, num_ro
     """Rows that are `stride` numbers apart times a matrix. Each thread takes some of the columns, and prepares all rows
     for itself."""
     values, scales, bias, sizes, rounding = matrix
-    num_blocks = -(-sizes[0] // LANES)
+    num_blocks = max(LEAST_COLUMNS, sizes[0] + LANES - 1) // LANES
     for thread in numba.prange(num_threads):
         block, end_block = num_blocks * thread // num_threads, num_blocks * (thread + 1) // num_threads
         _multiply(types, x, stride, values, scales, bias, sizes, rounding, out, num_rows, block, end_block)
@@ -101,7 +102,7 @@ def _multiply(
     """The output's columns within these blocks of LANES."""
     x_like, values_like, scales_like, row_like = types
     num_columns, depth, padded_depth, num_groups, num_steps = sizes
-    num_blocks = -(-num_columns // LANES)
+    num_blocks = max(LEAST_COLUMNS, num_columns + LANES - 1) // LANES
     columns = (
         array_at(values, 0, num_blocks * num_steps * STEP // values_like.itemsize, values_like),
         array_at(scales, 0, num_blocks * num_groups * LANES, scales_like),
@@ -197,15 +198,14 @@ def _multiply_rows(
     num_columns, num_steps = sizes[0], sizes[4]
     totals = _aligned(num_rows * _TOTALS, np.empty(0, np.float32))
     num_segments = -(-num_steps // _STEPS_AT_ONCE)
-    width = _BLOCKS_AT_ONCE
     while block < end_block:
-        if block + width > end_block:
-            width = 1
-        _reset(totals, num_rows, bias, block * LANES, width * LANES, num_columns)
+        # If these would be too few, some are computed again: to the same bits, be it by another thread.
+        block = max(0, min(block, end_block - _BLOCKS_AT_ONCE))
+        _reset(totals, num_rows, bias, block * LANES, num_columns)
         for segment in range(num_segments):
-            _add_segment(rows, num_rows, columns, (block, width, segment, num_segments), sizes, totals)
-        _round(totals, num_rows, width * LANES, out, block * LANES, num_columns)
-        block += width
+            _add_segment(rows, num_rows, columns, (block, segment, num_segments), sizes, totals)
+        _round(totals, num_rows, out, block * LANES, num_columns)
+        block += _BLOCKS_AT_ONCE
 
 
 @_compile
@@ -213,48 +213,50 @@ def _add_segment(
     rows: _Rows,
     num_rows: int,
     columns: _Columns,
-    which: tuple[int, int, int, int],
+    which: tuple[int, int, int],
     sizes: _Sizes,
     totals: NDArray[np.float32],
 ) -> None:
     """Add the products of some steps of some blocks: of whole groups, or else of a part of the only one."""
-    block, width, segment, num_segments = which
+    block, segment, num_segments = which
     num_groups, num_steps = sizes[3], sizes[4]
     num_units = num_groups if num_groups > 1 else num_steps
     begin, end = num_units * segment // num_segments, num_units * (segment + 1) // num_segments
     unit = num_steps // num_units
-    num_parts = -(-num_rows // _ROWS_AT_ONCE)
     # Meanwhile what is next is fetched: these blocks' next steps, or the next blocks' first.
-    ahead = (end - begin) * unit * STEP
+    ahead, stride = (end - begin) * unit * STEP, num_steps * STEP
     if segment == num_segments - 1:
-        ahead = (width * num_steps - begin * unit) * STEP
-    for part in range(num_parts):
-        first, last = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+        ahead = _BLOCKS_AT_ONCE * stride - begin * unit * STEP
+    first, part = 0, 0
+    while first < num_rows:
+        rest = num_rows - first
+        height = _MANY_ROWS if rest >= _MANY_ROWS else _SOME_ROWS if rest >= _SOME_ROWS else min(rest, 2)
         fetched, fetched_stride = 0, 0
-        if num_parts < width:  # all at once, since the time is that of reading them anyhow
-            fetched, fetched_stride = (ahead, num_steps * STEP) if part == 0 else (0, 0)
-        elif part < width:
-            fetched = ahead + part * num_steps * STEP
+        if num_rows < _BLOCKS_AT_ONCE * _MANY_ROWS:  # all at once, since the time is that of reading them anyhow
+            fetched, fetched_stride = (ahead, stride) if part == 0 else (0, 0)
+        elif part < _BLOCKS_AT_ONCE:
+            fetched = ahead + part * stride
         if num_groups == 1:
-            where = (first, last - first, block, width, begin, end - begin, min(segment, 1), 0)
+            where = (first, height, block, begin, end - begin, min(segment, 1), 0)
             _add_part(rows, columns, where, sizes, totals, fetched, fetched_stride)
         else:
             for g in range(begin, end):
-                where = (first, last - first, block, width, g * unit, unit, g, g)
+                where = (first, height, block, g * unit, unit, g, g)
                 _add_part(rows, columns, where, sizes, totals, fetched, fetched_stride)
+        first, part = first + height, part + 1
 
 
 @_compile
 def _add_part(
     rows: _Rows,
     columns: _Columns,
-    where: tuple[int, int, int, int, int, int, int, int],
+    where: tuple[int, int, int, int, int, int, int],
     sizes: _Sizes,
     totals: NDArray[np.float32],
     ahead: int,
     ahead_stride: int,
 ) -> None:
-    first, height, block, width, step, count, row_scale, group = where
+    first, height, block, step, count, row_scale, group = where
     _, _, depth, num_groups, num_steps = sizes
     numbers_of_step, numbers_of_block = depth // num_steps, STEP // columns[0].itemsize
     places = (
@@ -265,40 +267,22 @@ def _add_part(
         *(first * _TOTALS, _TOTALS),
         *(count, ahead, ahead_stride),
     )
-    if width == _BLOCKS_AT_ONCE:
-        if height == 1:
-            add_packed(rows, columns, totals, places, 1, _BLOCKS_AT_ONCE)
-        elif height == 2:
-            add_packed(rows, columns, totals, places, 2, _BLOCKS_AT_ONCE)
-        elif height == 3:
-            add_packed(rows, columns, totals, places, 3, _BLOCKS_AT_ONCE)
-        elif height == 4:
-            add_packed(rows, columns, totals, places, 4, _BLOCKS_AT_ONCE)
-        elif height == 5:
-            add_packed(rows, columns, totals, places, 5, _BLOCKS_AT_ONCE)
-        else:
-            add_packed(rows, columns, totals, places, 6, _BLOCKS_AT_ONCE)
+    if height == 1:
+        add_packed(rows, columns, totals, places, 1, _BLOCKS_AT_ONCE)
+    elif height == 2:
+        add_packed(rows, columns, totals, places, 2, _BLOCKS_AT_ONCE)
+    elif height == _SOME_ROWS:
+        add_packed(rows, columns, totals, places, _SOME_ROWS, _BLOCKS_AT_ONCE)
     else:
-        if height == 1:
-            add_packed(rows, columns, totals, places, 1, 1)
-        elif height == 2:
-            add_packed(rows, columns, totals, places, 2, 1)
-        elif height == 3:
-            add_packed(rows, columns, totals, places, 3, 1)
-        elif height == 4:
-            add_packed(rows, columns, totals, places, 4, 1)
-        elif height == 5:
-            add_packed(rows, columns, totals, places, 5, 1)
-        else:
-            add_packed(rows, columns, totals, places, 6, 1)
+        add_packed(rows, columns, totals, places, _MANY_ROWS, _BLOCKS_AT_ONCE)
 
 
 @_compile
-def _reset(totals: NDArray[np.float32], num_rows: int, bias: int, column: int, width: int, num_columns: int) -> None:
+def _reset(totals: NDArray[np.float32], num_rows: int, bias: int, column: int, num_columns: int) -> None:
     """Begin the sums, with the bias if there is one."""
     totals[:] = 0
     if bias != 0:
-        count = min(width, num_columns - column)
+        count = min(_TOTALS, num_columns - column)
         numbers = array_at(bias, column, count, totals)
         for r in range(num_rows):
             for c in range(count):
@@ -306,10 +290,8 @@ def _reset(totals: NDArray[np.float32], num_rows: int, bias: int, column: int, w
 
 
 @_compile
-def _round(
-    totals: NDArray[np.float32], num_rows: int, width: int, out: NDArray[Any], column: int, num_columns: int
-) -> None:
-    count = min(width, num_columns - column)
+def _round(totals: NDArray[np.float32], num_rows: int, out: NDArray[Any], column: int, num_columns: int) -> None:
+    count = min(_TOTALS, num_columns - column)
     whole = count // LANES * LANES
     for r in range(num_rows):
         source, target = r * _TOTALS, r * num_columns + column

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 LANES = 16
-"""Columns whose weights lie next to each other."""
+"""Columns whose weights lie next to each other: a block."""
+LEAST_COLUMNS = 4 * LANES
+"""The kernels multiply so many columns at once; smaller matrices are padded to it."""
 BITS = (16, 8, 4)
 GROUP_OF_4_BITS = 32
 """Weights of 4 bits share their scale with so many neighbours; weights of 8 bits with their whole column."""
@@ -27,7 +29,8 @@ _MOST_AT_ONCE = 4096  # columns that are quantised at a time
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix of weights [N, K]; column n of the product is the input times row n. Every N is padded to LANES.
+    """A matrix of weights [N, K]; column n of the product is the input times row n. N is padded to a multiple
+    of LANES, and to LEAST_COLUMNS.
 
     With 16 bits a weight is what is stored, with fewer it is `(stored - offset) * scale`, rotated.
     """
@@ -87,16 +90,22 @@ def pack(weight: Tensor, bits: int) -> PackedWeight:
     return PackedWeight(values, scales, (weight.shape[0], weight.shape[1]), bits)
 
 
+def can_be_merged(weights: list[PackedWeight]) -> bool:
+    """Whether all have the same number of bits, and none has padding."""
+    sizes = [weight.shape[0] for weight in weights]
+    return len({weight.bits for weight in weights}) == 1 and all(n % LANES == 0 and n >= LEAST_COLUMNS for n in sizes)
+
+
 def merge(weights: list[PackedWeight]) -> PackedWeight:
-    """One matrix of the columns of several, whose numbers of columns are multiples of LANES."""
-    assert all(weight.shape[0] % LANES == 0 for weight in weights)
+    """One matrix of the columns of several, which `can_be_merged`."""
+    assert can_be_merged(weights)
     values, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales"))
     num_columns = sum(weight.shape[0] for weight in weights)
     return PackedWeight(values, scales, (num_columns, weights[0].shape[1]), weights[0].bits)
 
 
 def split(weight: PackedWeight, sizes: list[int]) -> list[PackedWeight]:
-    """Views of the columns, `sizes` at a time, multiples of LANES."""
+    """Views of the columns, `sizes` at a time, as they were merged."""
     blocks = [size // LANES for size in sizes]
     tensors = zip(torch.split(weight.values, blocks), torch.split(weight.scales, blocks), sizes, strict=True)
     return [PackedWeight(values, scales, (size, weight.shape[1]), weight.bits) for values, scales, size in tensors]
@@ -137,7 +146,7 @@ def _hadamard(size: int) -> Tensor:
 
 
 def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
-    padded = torch.nn.functional.pad(weight, (0, weight.shape[1] % 2, 0, -weight.shape[0] % LANES))
+    padded = torch.nn.functional.pad(weight, (0, weight.shape[1] % 2, 0, _padding(weight.shape[0])))
     blocks = len(padded) // LANES
     values = padded.view(blocks, LANES, -1, 2).permute(0, 2, 1, 3).contiguous()
     return values, torch.empty(blocks, 0, LANES)
@@ -146,7 +155,7 @@ def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
 def _quantized(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     num_columns, depth = weight.shape
     group = GROUP_OF_4_BITS if bits == 4 else 4
-    padded = torch.nn.functional.pad(rotate(weight.float()), (0, -depth % group, 0, -num_columns % LANES))
+    padded = torch.nn.functional.pad(rotate(weight.float()), (0, -depth % group, 0, _padding(num_columns)))
     blocks = len(padded) // LANES
     grouped = padded.view(len(padded), -1, group if bits == 4 else padded.shape[1])
     if bits == 8:
@@ -164,3 +173,7 @@ def _quantized(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         values = values[:, 0::2] | (values[:, 1::2] << 4)
     packed_scales = scales.view(blocks, LANES, -1).permute(0, 2, 1)
     return values.contiguous(), packed_scales.to(torch.float32 if bits == 8 else torch.bfloat16).contiguous()
+
+
+def _padding(num_columns: int) -> int:
+    return max(LEAST_COLUMNS, -(-num_columns // LANES) * LANES) - num_columns

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import paged_kernels
 from paged_kernels import PackedWeight
-from paged_kernels.packing import LANES, merge, pack, split
+from paged_kernels.packing import LEAST_COLUMNS, can_be_merged, merge, pack, split
 from paged_kernels.vector import BFLOAT16_IS_FAST
 
 _FEW_ROWS = 16
@@ -75,8 +75,7 @@ class Linear:
         """Whether all are linear layers, of one kind."""
         if not all(isinstance(module, PackedLinear) for module in modules):
             return all(type(module) is nn.Linear for module in modules)
-        weights = [module.packed for module in modules if isinstance(module, PackedLinear)]
-        return len({weight.bits for weight in weights}) == 1 and all(weight.shape[0] % LANES == 0 for weight in weights)
+        return can_be_merged([module.packed for module in modules if isinstance(module, PackedLinear)])
 
     @property
     def packed(self) -> PackedWeight | None:
@@ -138,7 +137,7 @@ def pack_linears(model: nn.Module) -> None:
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or users[id(child.weight)] > 1:
+            if type(child) is not nn.Linear or users[id(child.weight)] > 1 or child.out_features < LEAST_COLUMNS:
                 continue
             if child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu":
                 setattr(parent, name, PackedLinear(pack(child.weight, 16), child.bias, torch.bfloat16))
