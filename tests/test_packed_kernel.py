@@ -1,6 +1,11 @@
 """`packed_linear` on weights of 16, 8 and 4 bits, and each row's bits are its own."""
 
 import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,3 +146,35 @@ def test_weights_take_two_bytes_or_one_or_little_more_than_half(bits: int, size:
     weight = pack(random(960, 576), bits)
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (weight.values, weight.scales))
     assert num_bytes <= size * 960 * 576
+
+
+OTHER_CPU = """
+import torch
+from paged_kernels import pack, packed_linear, reference, vector
+assert not vector.DOTS_QUADS and not vector.DOTS_BFLOAT16 and vector.WIDTH == 8
+generator = torch.Generator().manual_seed(0)
+weight = torch.randn(200, 576, generator=generator).bfloat16()
+for bits in (16, 8, 4):
+    packed = pack(weight, bits)
+    for num_rows in (1, 2, 3, 7, 70):
+        x = torch.randn(num_rows, 576, generator=generator).bfloat16()
+        actual, expected = packed_linear(x, packed).float(), reference.packed_linear(x, packed).float()
+        assert (actual - expected).norm() <= 1e-3 * expected.norm(), (bits, num_rows)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # it compiles
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names a CPU of another kind")
+def test_cpus_without_instructions_for_it_compute_the_same(tmp_path: Path) -> None:
+    features = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+cmov,+cx8"
+    environment = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", OTHER_CPU],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr

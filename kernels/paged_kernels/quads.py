@@ -106,6 +106,7 @@ def add_packed(
                     for weight, total in zip(words, row_sums, strict=True):
                         add = _add_pair if is_wide else _add_quad
                         builder.store(add(builder, builder.load(total), weight, word), total)
+                    _keep_order(builder)
         if is_wide:
             for t, row_sums in zip(ts, sums, strict=True):
                 for i, total in enumerate(row_sums):
@@ -207,6 +208,11 @@ def _rotated(builder: Any, vector: Any) -> Any:
         signs = ir.Constant(_NUMBERS, [-1.0 if i & distance else 1.0 for i in range(LANES)])
         vector = builder.fadd(builder.fmul(vector, signs, flags=("contract",)), other, flags=("contract",))
     return vector
+
+
+def _keep_order(builder: Any) -> None:
+    """What is loaded later stays later: if LLVM loaded all rows' numbers first, there would be no registers for the sums."""
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
 
 def _nibbles(builder: Any, stored: Any, part: int) -> Any:
