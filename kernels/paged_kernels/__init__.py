@@ -1,7 +1,7 @@
 """What a language model computes with a paged cache of keys and values, and around it.
 
-Attention: `store_kv` and `paged_attention`. Matrix products: `linear`. Between them: `add_rms_norm`, `rotary` and
-`silu_and_mul`. After them: `mask_logits`.
+Attention: `store_kv` and `paged_attention`. Matrix products: `linear`, and `packed_linear` for what `pack` makes of
+weights. Between them: `add_rms_norm`, `rotary` and `silu_and_mul`. After them: `mask_logits`.
 
 `reference` defines what they compute. Called from here they run the implementation for the tensors' device. The first
 call for a dtype on a CPU compiles, once per machine: the result is kept on disk. Call them from one thread at a time.
@@ -15,9 +15,19 @@ from typing import Any, ParamSpec, TypeVar
 
 from paged_kernels import reference
 from paged_kernels.compilation import telling_of_compilation
+from paged_kernels.packing import PackedWeight, pack
 
 __all__ = [
-    *("add_rms_norm", "linear", "mask_logits", "paged_attention", "rotary", "silu_and_mul", "store_kv"),
+    "PackedWeight",
+    "add_rms_norm",
+    "linear",
+    "mask_logits",
+    "pack",
+    "packed_linear",
+    "paged_attention",
+    "rotary",
+    "silu_and_mul",
+    "store_kv",
     "telling_of_compilation",
 ]
 
@@ -46,6 +56,7 @@ add_rms_norm = _by_device(reference.add_rms_norm, "fused")
 linear = _by_device(reference.linear, "gemm")
 mask_logits = _by_device(reference.mask_logits, "masks")
 paged_attention = _by_device(reference.paged_attention, "cpu")
+packed_linear = _by_device(reference.packed_linear, "packed")
 rotary = _by_device(reference.rotary, "fused")
 silu_and_mul = _by_device(reference.silu_and_mul, "fused")
 store_kv = _by_device(reference.store_kv, "cpu")

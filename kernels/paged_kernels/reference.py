@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from paged_kernels.packing import PackedWeight, quantize_rows
+
 
 def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write the keys and values of new tokens into their slots of the paged cache.
@@ -106,6 +108,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         [M, N]
     """
     y = x.float() @ weight.float().T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """`linear` with packed weights; if they are rounded, on inputs that are rounded to 8 bits, row by row.
+
+    Args:
+        x: [M, K]; bfloat16 if the weights are.
+        weight: [N, K]
+        bias: [N]
+
+    Returns:
+        [M, N] in the type of `x`
+    """
+    if weight.bits == 16:
+        return linear(x, weight.unpack(), bias)
+    numbers, row_scales = quantize_rows(x, weight)
+    columns = weight.numbers.view(-1, weight.num_groups, numbers.shape[2])
+    sums = torch.einsum("tgk,ngk->tng", numbers.double(), columns.double()).float()
+    y = (sums * row_scales[..., 0][:, None] * weight.column_scales).sum(-1)[:, : weight.shape[0]]
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 

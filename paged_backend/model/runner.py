@@ -28,7 +28,7 @@ from paged_backend.model.attention import (
 )
 from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.inputs import StepInputs, step_inputs
-from paged_backend.model.linear import speed_up_linears
+from paged_backend.model.linear import pack_linears, speed_up_linears
 from paged_backend.model.loader import LoadedModel
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.self_check import check_logits, probe_token_ids
@@ -62,8 +62,9 @@ class ModelRunner:
                 self._specs, self.num_blocks, config.block_size, model.dtype, self.device
             )
             self._decoder: FusedDecoder | None = None
+            coarsest = model.dtype if config.quantization is None else torch.bfloat16  # inputs of 8 bits round as much
             check = functools.partial(
-                check_logits, self, probe, expected, block_size=config.block_size, dtype=model.dtype, name=loaded.name
+                check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name
             )
             with paged_kernels.telling_of_compilation(_tell_of_compilation):
                 self._choose_code(loaded, check)
@@ -127,6 +128,8 @@ class ModelRunner:
 
     def _choose_code(self, loaded: LoadedModel, check: Callable[[], None]) -> None:
         """Fused code where it fits and the weights are ours to merge, else transformers' code; it passes `check`."""
+        if loaded.owns_weights:
+            pack_linears(self._model)
         if loaded.owns_weights and FusedDecoder.can_run(self._model):
             self._decoder = FusedDecoder(self._model)
             try:
