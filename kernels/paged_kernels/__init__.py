@@ -1,7 +1,7 @@
 """What a language model computes with a paged cache of keys and values, and around it.
 
 Attention: `store_kv` and `paged_attention`. Matrix products: `linear`. Between them: `add_rms_norm`, `rotary` and
-`silu_and_mul`. After them: `mask_logits`.
+`silu_and_mul`. After them: `mask_logits`, `draw` and `best_logits`.
 
 `reference` defines what they compute. Called from here they run the implementation for the tensors' device. The first
 call for a dtype on a CPU compiles, once per machine: the result is kept on disk. Call them from one thread at a time.
@@ -15,7 +15,17 @@ from typing import Any, ParamSpec, TypeVar
 
 from paged_kernels import reference
 
-__all__ = ["add_rms_norm", "linear", "mask_logits", "paged_attention", "rotary", "silu_and_mul", "store_kv"]
+__all__ = [
+    "add_rms_norm",
+    "best_logits",
+    "draw",
+    "linear",
+    "mask_logits",
+    "paged_attention",
+    "rotary",
+    "silu_and_mul",
+    "store_kv",
+]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -39,6 +49,8 @@ def _by_device(definition: Callable[_Parameters, _Result], cpu_module: str) -> C
 
 
 add_rms_norm = _by_device(reference.add_rms_norm, "fused")
+best_logits = _by_device(reference.best_logits, "sampling")
+draw = _by_device(reference.draw, "sampling")
 linear = _by_device(reference.linear, "gemm")
 mask_logits = _by_device(reference.mask_logits, "masks")
 paged_attention = _by_device(reference.paged_attention, "cpu")

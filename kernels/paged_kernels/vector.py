@@ -307,6 +307,8 @@ def _to_float32(builder: Any, stored_type: Any, stored: Any) -> Any:
         return stored
     if stored_type == types.int16:
         return builder.fpext(builder.bitcast(stored, _like(stored, ir.HalfType())), _like(stored, _F32))
+    if stored_type == types.int8:
+        return builder.sitofp(stored, _like(stored, _F32))
     bits = builder.zext(stored, _like(stored, _I32))
     return builder.bitcast(builder.shl(bits, _constant(bits, 16)), _like(stored, _F32))
 

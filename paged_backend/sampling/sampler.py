@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+import paged_kernels
 from paged_backend.engine.request import Sequence
-from paged_backend.sampling.candidates import largest, take_rows
-from paged_backend.sampling.choice import choose
+from paged_backend.sampling.choice import Ints, choose
 from paged_backend.sampling.constraints import ConstrainedRow, Constraints, apply_constraints
-from paged_backend.sampling.draw import Ints
 from paged_backend.sampling.grammar import GrammarMatcher
 from paged_backend.sampling.grammar_rows import GrammarRows, Verdict
 from paged_backend.sampling.logprobs import Logprobs, token_logprobs
@@ -48,6 +47,8 @@ class _SamplingState:
         marks, budget = sequence.request.markup.reasoning, params.thinking_token_budget
         if marks is not None and budget is not None:
             self.thinking = ThinkingBudget(marks, budget, sequence.num_prompt_tokens)
+        parts = (self.matcher, self.counts, self.processors, self.thinking)
+        self.changes_logits = bool(self.constraints) or any(part is not None for part in parts)
 
 
 class Sampler:
@@ -76,9 +77,10 @@ class Sampler:
         if not sequences:
             return []
         asking = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
-        raw = take_rows(logits, asking).float().log_softmax(dim=1) if asking else None
-        logits = logits.float()
         states = [self._state(sequence) for sequence in sequences]
+        raw = logits
+        if any(state.changes_logits for state in states):
+            logits = logits.to(torch.float32, copy=bool(asking))
         grammars = GrammarRows(sequences, [state.matcher for state in states])
         grammars.mask(logits)
         constrained = _process(logits, sequences, states)
@@ -91,7 +93,7 @@ class Sampler:
             _replace_banned(tokens, logits, constrained)
         chosen: list[int] = tokens.tolist()
         verdicts = grammars.advance(chosen)
-        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True)) if raw is not None else {}
+        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True)) if asking else {}
         return [
             errors.get(row)
             or verdicts.get(row, _FREE).error
@@ -110,8 +112,10 @@ class Sampler:
         """
         log_probs = logits.float().log_softmax(dim=1)
         _process(log_probs, sequences, [self._state(sequence) for sequence in sequences])
-        best = largest(log_probs, max(nums, default=0))
-        rows = zip(best.ids.tolist(), best.values.tolist(), nums, strict=True)
+        num_best = min(max(nums, default=0), self._vocab_size)
+        some_token = torch.zeros(len(nums), dtype=torch.int64, device=logits.device)
+        _, _, best_values, best_ids = paged_kernels.best_logits(log_probs, some_token, num_best)
+        rows = zip(best_ids.tolist(), best_values.tolist(), nums, strict=True)
         return [
             [(token_id, value) for token_id, value in zip(ids[:num], values[:num], strict=True) if value > -math.inf]
             for ids, values, num in rows
@@ -123,8 +127,8 @@ class Sampler:
         result: list[Logprobs] = []
         for start in range(0, len(token_ids), _PROMPT_ROWS):
             ids = token_ids[start : start + _PROMPT_ROWS]
-            log_probs = logits[start : start + _PROMPT_ROWS].float().log_softmax(dim=1)
-            result += token_logprobs(log_probs, ids, [num_logprobs] * len(ids), [None] * len(ids))
+            rows = logits[start : start + _PROMPT_ROWS]
+            result += token_logprobs(rows, ids, [num_logprobs] * len(ids), [None] * len(ids))
         return result
 
     def _state(self, sequence: Sequence) -> _SamplingState:
@@ -181,6 +185,9 @@ def _replace_banned(tokens: Ints, logits: torch.Tensor, constrained: list[Constr
 
 
 def _logprobs(raw: torch.Tensor, asking: list[int], chosen: list[int], sequences: list[Sequence]) -> list[Logprobs]:
+    """Of the rows that ask."""
     params = [sequences[row].request.params for row in asking]
     nums = [item.logprobs or 0 for item in params]
+    if len(asking) < len(raw):
+        raw = raw[asking]
     return token_logprobs(raw, [chosen[row] for row in asking], nums, [item.logprob_token_ids for item in params])
