@@ -638,7 +638,7 @@ def test_prompt_logprobs_are_those_of_each_token_and_the_best(num: int, dtype: t
         assert next(iter(logprobs)) == token_id
         assert len(logprobs) in ({VOCAB_SIZE} if num == -1 else {num, num + 1})
         for other, (logprob, rank) in logprobs.items():
-            assert logprob == pytest.approx(expected[row, other].item(), abs=1e-6)
+            assert logprob == pytest.approx(expected[row, other].item(), rel=1e-6, abs=1e-6)
             assert rank == 1 + int((expected[row] > expected[row, other]).sum())
 
 

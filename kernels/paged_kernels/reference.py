@@ -298,10 +298,10 @@ def best_logits(logits: Tensor, chosen: Tensor, num: int) -> tuple[Tensor, Tenso
         num: how many of the best tokens to find, at most V.
 
     Returns:
-        The normalisers [S] float32; the rank of each chosen token, 1 + how many have a larger logit, [S] int64; the
+        The normalisers [S] float64; the rank of each chosen token, 1 + how many have a larger logit, [S] int64; the
         largest logits, falling, [S, num] float32, and their ids, [S, num] int64, of equal ones the lower ids first.
     """
     values = logits.float()
     ranks = 1 + (values > values.gather(1, chosen[:, None])).sum(1)
     ordered, order = values.sort(dim=1, descending=True, stable=True)
-    return values.logsumexp(1), ranks, ordered[:, :num], order[:, :num]
+    return values.double().logsumexp(1), ranks, ordered[:, :num], order[:, :num]

@@ -40,7 +40,8 @@ def draw(logits: Tensor, temperatures: Tensor, min_p: Tensor, top_k: Tensor, top
 def best_logits(logits: Tensor, chosen: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `reference.best_logits`."""
     num_rows = len(logits)
-    normalisers, ranks = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    normalisers = torch.empty(num_rows, dtype=torch.float64)
+    ranks = torch.empty(num_rows, dtype=torch.int64)
     values, ids = torch.empty(num_rows, num), torch.empty(num_rows, num, dtype=torch.int64)
     results = (normalisers.numpy(), ranks.numpy(), values.numpy(), ids.numpy())
     _best_rows(_rows(logits), chosen.numpy(), *results, _num_threads(num_rows))
@@ -86,7 +87,7 @@ def _draw_rows(
 def _best_rows(
     logits: NDArray[Any],
     chosen: NDArray[np.int64],
-    normalisers: NDArray[np.float32],
+    normalisers: NDArray[np.float64],
     ranks: NDArray[np.int64],
     values: NDArray[np.float32],
     ids: NDArray[np.int64],
@@ -100,7 +101,7 @@ def _best_rows(
         pivots = np.empty(vocab_size + 1, np.int64)
         for i in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
             row, best = logits[i], np.float32(_find_maxima(logits[i], maxima))
-            normalisers[i] = best + math.log(_sum_weights(row, best, LOG2_E))
+            normalisers[i] = np.float64(best) + math.log(_sum_weights(row, best, LOG2_E))
             ranks[i] = 1 + _count_above(row, to_float32(row[chosen[i]]))
             if num == 0:
                 continue
