@@ -10,23 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged_kernels.attention_rows import (
-    KEY_TILE,
     MANY_ROWS,
     Batch,
+    Scales,
     Softmax,
-    add_to_softmax,
+    adjust,
     load_scales,
     load_slots,
+    make_scales,
     padded,
-    visible_keys,
     zeros,
 )
-from paged_kernels.compiled import compile_kernel
-from paged_kernels.tiles import add_values, dot_keys
-from paged_kernels.vector import LANES, WIDTH, to_float32
+from paged_kernels.compiled import LOG2_E, compile_kernel
+from paged_kernels.plan import first_visible
+from paged_kernels.tiles import KEY_TILE, add_values, dot_keys, weigh_row
+from paged_kernels.vector import LANES, to_float32
 
 _MOST_ROWS = MANY_ROWS - 1
-_VECTORS = 4 if WIDTH == 16 else 1  # LANES of values that are added at once
 
 
 class FewRows(NamedTuple):
@@ -36,7 +36,7 @@ class FewRows(NamedTuple):
     keys: NDArray[Any]  # [KEY_TILE, D padded]
     values: NDArray[Any]  # [KEY_TILE, Dv padded]
     logits: NDArray[np.float32]  # [rows, KEY_TILE]
-    scales: NDArray[np.float32]  # [2, KEY_TILE], or none
+    scales: Scales
     softmax: Softmax
 
 
@@ -44,176 +44,127 @@ class FewRows(NamedTuple):
 def make_few_rows(batch: Batch) -> FewRows:
     key_width, value_width = padded(batch.k_cache.shape[3], LANES), padded(batch.v_cache.shape[3], LANES)
     single = np.empty(0, np.float32)
+    highest, weights = np.empty(_MOST_ROWS, np.float32), np.empty(_MOST_ROWS, np.float32)
     return FewRows(
         zeros(_MOST_ROWS, key_width, single),
         zeros(KEY_TILE, key_width, batch.numbers),
         zeros(KEY_TILE, value_width, batch.numbers),
         zeros(_MOST_ROWS, KEY_TILE, single),
-        zeros(2, KEY_TILE if len(batch.k_scales) else 0, single),
-        Softmax(
-            zeros(_MOST_ROWS, value_width, single), np.empty(_MOST_ROWS, np.float32), np.empty(_MOST_ROWS, np.float32)
-        ),
+        make_scales(batch),
+        Softmax(zeros(_MOST_ROWS, value_width, single), highest, weights),
     )
 
 
 @compile_kernel
 def attend_few(batch: Batch, item: Any, work: FewRows) -> None:
-    block_table = batch.block_tables[item.seq]
-    _load_queries(batch, item, work.queries)
+    k_cache, v_cache, block_table, group = batch.k_cache, batch.v_cache, batch.block_tables[item.seq], batch.group
+    window, chunk, slopes = batch.window, batch.chunk, batch.alibi_slopes[item.kv_head * group :]
+    queries, logits, scales = work.queries, work.logits, work.scales
+    sums, highest, weights = work.softmax.sums, work.softmax.highest, work.softmax.weights
+    key_width, value_width, num_rows = queries.shape[1], sums.shape[1], item.num_queries * group
+    is_adjusted, k_scales = batch.softcap > 0 or len(slopes) > 0, scales.keys
+    scale = LOG2_E if is_adjusted else batch.scale * LOG2_E
+    _load_queries(batch.query, batch.token_stride, batch.head_stride, item, group, k_cache.shape[3], queries)
     # Four keys are multiplied at once; in whole blocks of fours, none of them can be past the end of the cache.
-    in_place = batch.k_cache.shape[2] % 4 == 0 and batch.k_cache.shape[3] == work.queries.shape[1]
+    in_place = k_cache.shape[2] % 4 == 0 and k_cache.shape[3] == key_width
     for start in range(item.first_key // 4 * 4 if in_place else item.first_key, item.end_key, KEY_TILE):
         num_keys = min(KEY_TILE, item.end_key - start)
-        if in_place:
-            _multiply_blocks(batch, item, block_table, start, num_keys, work)
-        else:
-            load_slots(batch.k_cache, item.kv_head, block_table, start, num_keys, work.keys)
-            for j in range(0, num_keys, 4):
-                _multiply_rows(batch, item, work.keys, j * work.queries.shape[1], 0, j, work)
-        if work.scales.shape[1]:
-            load_scales(batch.k_scales, item.kv_head, block_table, start, num_keys, work.scales[0])
-            load_scales(batch.v_scales, item.kv_head, block_table, start, num_keys, work.scales[1])
-        for row in range(item.num_queries * batch.group):
-            visible = visible_keys(batch, item, row, start, num_keys)
-            add_to_softmax(
-                batch, item, row, start, visible, work.logits[row], work.scales[0], work.scales[1], work.softmax
-            )
         first = max(start, item.first_key)
-        if batch.v_cache.shape[3] == work.values.shape[1]:
-            _add_blocks(batch, item, block_table, first, first - start, start + num_keys - first, work)
+        num_values = start + num_keys - first
+        if in_place:
+            _multiply_blocks(queries, num_rows, k_cache, item.kv_head, block_table, start, num_keys, logits)
         else:
-            load_slots(batch.v_cache, item.kv_head, block_table, first, start + num_keys - first, work.values)
-            _add_rows(batch, item, work.values, 0, 0, first - start, start + num_keys - first, work)
+            load_slots(k_cache, item.kv_head, block_table, start, num_keys, work.keys)
+            dot_keys(queries, num_rows, work.keys, 0, 0, num_keys, key_width, logits, 0, KEY_TILE)
+        if len(k_scales):
+            load_scales(batch.k_scales, item.kv_head, block_table, first, num_values, scales.keys[first - start :])
+            load_scales(batch.v_scales, item.kv_head, block_table, first, num_values, scales.values[first - start :])
+        if is_adjusted:
+            distance = start - item.position
+            adjust(logits, num_rows, 0, group, distance, batch.scale, scales.keys, batch.softcap, slopes)
+            k_scales = scales.ones
+        for row in range(num_rows):
+            position = item.position + row // group
+            low = max(first_visible(position, window, chunk), first) - start
+            high = min(position + 1 - start, num_keys)
+            place = row * KEY_TILE
+            if low < high:
+                weigh_row(
+                    k_cache, logits, place, low, high, scale, k_scales, scales.values, highest, weights, row, sums,
+                    value_width, logits, place,
+                )  # fmt: skip
+            else:
+                logits[row] = 0
+        if v_cache.shape[3] == value_width:
+            _add_blocks(logits, first - start, num_rows, v_cache, item.kv_head, block_table, first, num_values, sums)
+        else:
+            load_slots(v_cache, item.kv_head, block_table, first, num_values, work.values)
+            add_values(logits, first - start, KEY_TILE, num_rows, work.values, 0, 0, num_values, value_width, sums)
 
 
 @compile_kernel
-def _load_queries(batch: Batch, item: Any, queries: NDArray[np.float32]) -> None:
-    for row in range(item.num_queries * batch.group):
-        head = item.kv_head * batch.group + row % batch.group
-        start = (item.token + row // batch.group) * batch.token_stride + head * batch.head_stride
-        query = batch.query[start : start + batch.k_cache.shape[3]]
-        for d in range(len(query)):
-            queries[row, d] = to_float32(query[d])
+def _load_queries(
+    query: NDArray[Any],
+    token_stride: int,
+    head_stride: int,
+    item: Any,
+    group: int,
+    head_size: int,
+    queries: NDArray[np.float32],
+) -> None:
+    for row in range(item.num_queries * group):
+        head = item.kv_head * group + row % group
+        start = (item.token + row // group) * token_stride + head * head_stride
+        for d in range(np.uint64(head_size)):  # unsigned: signed indices wrap around, without vectors
+            queries[row, d] = to_float32(query[np.uint64(start) + d])
 
 
 @compile_kernel
 def _multiply_blocks(
-    batch: Batch, item: Any, block_table: NDArray[np.int32], start: int, num_keys: int, work: FewRows
+    queries: NDArray[np.float32],
+    num_rows: int,
+    cache: NDArray[Any],
+    head: int,
+    block_table: NDArray[np.int32],
+    start: int,
+    num_keys: int,
+    logits: NDArray[np.float32],
 ) -> None:
-    _, num_heads, block_size, width = batch.k_cache.shape
+    _, num_heads, block_size, width = cache.shape
+    of_block = num_heads * block_size * width
     done = 0
     while done < num_keys:
-        block, offset = block_table[(start + done) // block_size], (start + done) % block_size
+        block, offset = np.int64(block_table[(start + done) // block_size]), (start + done) % block_size
         run = min(block_size - offset, num_keys - done)
-        source = ((block * num_heads + item.kv_head) * block_size + offset) * width
-        ahead = _distance(block_table, start + done, start + done + run, start + num_keys, batch.k_cache)
-        for j in range(0, run, 4):
-            _multiply_rows(batch, item, batch.k_cache, source + j * width, ahead, done + j, work)
+        key = block * of_block + (head * block_size + offset) * width
+        ahead = 0
+        if done + run < num_keys:
+            ahead = (np.int64(block_table[(start + done + run) // block_size]) - block) * of_block
+        dot_keys(queries, num_rows, cache, key, ahead, run, width, logits, done, KEY_TILE)
         done += run
-
-
-@compile_kernel
-def _distance(block_table: NDArray[np.int32], position: int, later_position: int, end: int, cache: NDArray[Any]) -> int:
-    """How far the block of the later position is from that of the other, in numbers; 0 if there is none any more."""
-    if later_position >= end:
-        return 0
-    _, num_heads, block_size, width = cache.shape
-    blocks = block_table[later_position // block_size] - block_table[position // block_size]
-    return np.int64(blocks) * num_heads * block_size * width
-
-
-@compile_kernel
-def _multiply_rows(
-    batch: Batch, item: Any, keys: NDArray[Any], key: int, ahead: int, column: int, work: FewRows
-) -> None:
-    """All rows with four keys that follow one another."""
-    queries, logits = work.queries, work.logits
-    width, num_rows = queries.shape[1], item.num_queries * batch.group
-    for row in range(0, num_rows, 4):
-        source, target, rest = row * width, row * KEY_TILE + column, num_rows - row
-        if rest >= 4:
-            dot_keys(queries, source, keys, key, ahead, width, logits, target, KEY_TILE, 4)
-        elif rest == 3:
-            dot_keys(queries, source, keys, key, ahead, width, logits, target, KEY_TILE, 3)
-        elif rest == 2:
-            dot_keys(queries, source, keys, key, ahead, width, logits, target, KEY_TILE, 2)
-        else:
-            dot_keys(queries, source, keys, key, ahead, width, logits, target, KEY_TILE, 1)
 
 
 @compile_kernel
 def _add_blocks(
-    batch: Batch, item: Any, block_table: NDArray[np.int32], start: int, column: int, num_values: int, work: FewRows
+    weights: NDArray[np.float32],
+    column: int,
+    num_rows: int,
+    cache: NDArray[Any],
+    head: int,
+    block_table: NDArray[np.int32],
+    start: int,
+    num_values: int,
+    sums: NDArray[np.float32],
 ) -> None:
-    _, num_heads, block_size, width = batch.v_cache.shape
+    _, num_heads, block_size, width = cache.shape
+    of_block = num_heads * block_size * width
     done = 0
     while done < num_values:
-        block, offset = block_table[(start + done) // block_size], (start + done) % block_size
+        block, offset = np.int64(block_table[(start + done) // block_size]), (start + done) % block_size
         run = min(block_size - offset, num_values - done)
-        source = ((block * num_heads + item.kv_head) * block_size + offset) * width
-        ahead = _distance(block_table, start + done, start + done + run, start + num_values, batch.v_cache)
-        _add_rows(batch, item, batch.v_cache, source, ahead, column + done, run, work)
+        value = block * of_block + (head * block_size + offset) * width
+        ahead = 0
+        if done + run < num_values:
+            ahead = (np.int64(block_table[(start + done + run) // block_size]) - block) * of_block
+        add_values(weights, column + done, KEY_TILE, num_rows, cache, value, ahead, run, width, sums)
         done += run
-
-
-@compile_kernel
-def _add_rows(
-    batch: Batch, item: Any, values: NDArray[Any], value: int, ahead: int, column: int, num_values: int, work: FewRows
-) -> None:
-    """To all rows, these values that follow one another."""
-    weights, sums = work.logits, work.softmax.sums
-    width, num_rows = sums.shape[1], item.num_queries * batch.group
-    whole = width - width % (_VECTORS * LANES)
-    for row in range(0, num_rows, 4):
-        weight, target, rest = row * KEY_TILE + column, row * width, num_rows - row
-        for d in range(0, whole, _VECTORS * LANES):
-            _add(weights, weight, values, value + d, ahead, num_values, width, sums, target + d, rest)
-        for d in range(whole, width, LANES):
-            _add_narrow(weights, weight, values, value + d, ahead, num_values, width, sums, target + d, rest)
-
-
-@compile_kernel
-def _add(
-    weights: NDArray[np.float32],
-    weight: int,
-    values: NDArray[Any],
-    value: int,
-    ahead: int,
-    num_values: int,
-    width: int,
-    sums: NDArray[np.float32],
-    target: int,
-    num_rows: int,
-) -> None:
-    if num_rows >= 4:
-        add_values(weights, weight, KEY_TILE, values, value, ahead, num_values, width, sums, target, 4, _VECTORS)
-    elif num_rows == 3:
-        add_values(weights, weight, KEY_TILE, values, value, ahead, num_values, width, sums, target, 3, _VECTORS)
-    elif num_rows == 2:
-        add_values(weights, weight, KEY_TILE, values, value, ahead, num_values, width, sums, target, 2, _VECTORS)
-    else:
-        add_values(weights, weight, KEY_TILE, values, value, ahead, num_values, width, sums, target, 1, _VECTORS)
-
-
-@compile_kernel
-def _add_narrow(
-    weights: NDArray[np.float32],
-    weight: int,
-    values: NDArray[Any],
-    value: int,
-    ahead: int,
-    num_values: int,
-    width: int,
-    sums: NDArray[np.float32],
-    target: int,
-    num_rows: int,
-) -> None:
-    """What is left of a row that is no whole number of _VECTORS."""
-    if num_rows >= 4:
-        add_values(weights, weight, KEY_TILE, values, value, ahead, num_values, width, sums, target, 4, 1)
-    elif num_rows == 3:
-        add_values(weights, weight, KEY_TILE, values, value, ahead, num_values, width, sums, target, 3, 1)
-    elif num_rows == 2:
-        add_values(weights, weight, KEY_TILE, values, value, ahead, num_values, width, sums, target, 2, 1)
-    else:
-        add_values(weights, weight, KEY_TILE, values, value, ahead, num_values, width, sums, target, 1, 1)

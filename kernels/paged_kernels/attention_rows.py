@@ -2,22 +2,21 @@
 
 Whatever the mask, a query sees one range of positions, so a row's softmax is over a range of the tile. Logits are kept
 in base 2, where the exponential needs no range reduction. Rows are a whole number of LANES long, padded with zeros.
+
+A call between compiled functions costs an instruction for each number in each array's description, and atomic ones
+for the arrays taken out of a tuple. So what runs once per tile or more often takes few arrays, or is an intrinsic.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_kernels.compiled import FAST_MATH_WITHOUT_NAN, LOG2_E, compile_kernel, exp2
-from paged_kernels.plan import first_visible
-from paged_kernels.tiles import copy_numbers
+from paged_kernels.compiled import compile_kernel
+from paged_kernels.tiles import KEY_TILE, copy_numbers
 from paged_kernels.vector import LANES, from_float32, to_float32
 
-KEY_TILE = 64
 MANY_ROWS = 8  # of an item, from which turning its keys pays
-LOWEST = np.float32(-1e30)
 
 
 class Batch(NamedTuple):
@@ -50,6 +49,20 @@ class Softmax(NamedTuple):
     sums: NDArray[np.float32]  # [rows, Dv padded]: values, each times its weight
     highest: NDArray[np.float32]  # [rows]: the logit that has weight 1
     weights: NDArray[np.float32]  # [rows]: their sum
+
+
+class Scales(NamedTuple):
+    """Of a tile's keys and values, [KEY_TILE] each; empty if the cache holds floats."""
+
+    keys: NDArray[np.float32]
+    values: NDArray[np.float32]
+    ones: NDArray[np.float32]
+
+
+@compile_kernel
+def make_scales(batch: Batch) -> Scales:
+    num = KEY_TILE if len(batch.k_scales) else 0
+    return Scales(np.zeros(num, np.float32), np.zeros(num, np.float32), np.ones(num, np.float32))
 
 
 @compile_kernel
@@ -108,99 +121,33 @@ def load_scales(
 
 
 @compile_kernel
-def visible_keys(batch: Batch, item: Any, row: int, start: int, num_keys: int) -> tuple[int, int]:
-    """The range that a row sees of the keys that start at this position; none if it ends before it begins."""
-    position = item.position + row // batch.group
-    first = max(first_visible(position, batch.window, batch.chunk), item.first_key)
-    return max(first - start, 0), min(position + 1 - start, num_keys)
-
-
-@compile_kernel
-def add_to_softmax(
-    batch: Batch,
-    item: Any,
-    row: int,
-    start: int,
-    visible: tuple[int, int],
+def adjust(
     logits: NDArray[np.float32],
+    num_rows: int,
+    first_row: int,
+    group: int,
+    distance: int,
+    scale: np.float32,
     k_scales: NDArray[np.float32],
-    v_scales: NDArray[np.float32],
-    softmax: Softmax,
+    softcap: np.float32,
+    slopes: NDArray[np.float32],
 ) -> None:
-    """Turn products with a tile of keys into the weights of its values, and what came before to their scale."""
-    low, high = visible
-    if low >= high:
+    """Turn products with a tile of keys into logits, in base e, where these are not just scaled: softcap and ALiBi.
+
+    Row 0 is head `first_row % group` of query `first_row // group` of an item; `distance` is how far the first key is
+    from the item's first query.
+    """
+    for i in range(num_rows):
+        row = first_row + i
+        away = np.float32(distance - row // group)
+        slope = slopes[row % group] if len(slopes) else np.float32(0)
         for j in range(KEY_TILE):
-            logits[j] = 0
-        return
-    if len(k_scales):
-        for j in range(KEY_TILE):
-            logits[j] *= k_scales[j]
-    if batch.softcap > 0 or len(batch.alibi_slopes):
-        _adjust(batch, item, row, start, logits)
-    else:
-        scale = batch.scale * LOG2_E
-        for j in range(KEY_TILE):
-            logits[j] *= scale
-    _hide(logits, low, high)
-    before = softmax.highest[row]
-    after = max(before, _highest(logits))
-    total = _exponentiate(logits, low, high, after)
-    if len(v_scales):
-        for j in range(KEY_TILE):
-            logits[j] *= v_scales[j]
-    decay = exp2(before - after)
-    softmax.highest[row] = after
-    softmax.weights[row] = softmax.weights[row] * decay + total
-    if decay != 1:
-        sums = softmax.sums[row]
-        for d in range(np.uint64(len(sums))):  # unsigned: signed indices wrap around, without vectors
-            sums[d] *= decay
-
-
-@compile_kernel
-def _adjust(batch: Batch, item: Any, row: int, start: int, logits: NDArray[np.float32]) -> None:
-    """Apply the scale, softcap and ALiBi."""
-    for j in range(KEY_TILE):
-        logits[j] *= batch.scale
-    if batch.softcap > 0:
-        for j in range(KEY_TILE):
-            logits[j] = _tanh(logits[j] / batch.softcap) * batch.softcap
-    if len(batch.alibi_slopes):
-        slope = batch.alibi_slopes[item.kv_head * batch.group + row % batch.group]
-        distance = start - item.position - row // batch.group
-        for j in range(KEY_TILE):
-            logits[j] += slope * np.float32(distance + j)
-    for j in range(KEY_TILE):
-        logits[j] *= LOG2_E
-
-
-@compile_kernel
-def _hide(logits: NDArray[np.float32], low: int, high: int) -> None:
-    first, num = np.uint32(low), np.uint32(high - low)
-    for j in range(KEY_TILE):
-        logits[j] = logits[j] if np.uint32(j) - first < num else LOWEST
-
-
-@functools.partial(compile_kernel, fast_math=FAST_MATH_WITHOUT_NAN)
-def _highest(logits: NDArray[np.float32]) -> np.float32:
-    """The maximum, or anything if there is a NaN: that is what lets LLVM use vectors."""
-    highest = LOWEST
-    for j in range(KEY_TILE):
-        highest = max(highest, logits[j])
-    return highest
-
-
-@compile_kernel
-def _exponentiate(logits: NDArray[np.float32], low: int, high: int, highest: np.float32) -> np.float32:
-    first, num = np.uint32(low), np.uint32(high - low)
-    total = np.float32(0)
-    for j in range(KEY_TILE):
-        weight = exp2(logits[j] - highest)
-        weight = weight if np.uint32(j) - first < num else np.float32(0)
-        logits[j] = weight
-        total += weight
-    return total
+            logit = logits[i, j] * scale
+            if len(k_scales):
+                logit *= k_scales[j]
+            if softcap > 0:
+                logit = _tanh(logit / softcap) * softcap
+            logits[i, j] = logit + slope * (away + np.float32(j))
 
 
 @compile_kernel

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from paged_kernels.attention_few import attend_few, make_few_rows
 from paged_kernels.attention_many import attend_many, make_many_rows
-from paged_kernels.attention_rows import LOWEST, MANY_ROWS, Batch, Softmax, padded
+from paged_kernels.attention_rows import MANY_ROWS, Batch, Softmax, padded
 from paged_kernels.compiled import LOG2_E, TYPES, array_of, compile_kernel, exp2, set_num_threads
 from paged_kernels.plan import cost_of, num_partials_of, plan, share
-from paged_kernels.tiles import BF16_PAIRS
+from paged_kernels.tiles import BF16_PAIRS, LOWEST
 from paged_kernels.vector import LANES, from_float32, to_float32
 
 _SERIAL_COST = 18000  # about 20 µs: a batch below is not worth other threads, least of all on a busy machine
@@ -244,45 +244,50 @@ def _reset(batch: Batch, item: Any, softmax: Softmax) -> None:
 @compile_kernel
 def _finish(batch: Batch, item: Any, softmax: Softmax) -> None:
     """Write the item's rows to the output, or to the partial results if other items have the rest of their keys."""
-    width = softmax.sums.shape[1]
-    for row in range(item.num_queries * batch.group):
+    sums, highest, weights, out, partials = (
+        softmax.sums, softmax.highest, softmax.weights, batch.out, batch.partials
+    )  # fmt: skip
+    width = np.uint64(sums.shape[1])  # unsigned: signed indices wrap around, without vectors
+    group, first_head = batch.group, item.kv_head * batch.group
+    for row in range(item.num_queries * group):
         if item.num_splits == 1:
-            _write(batch, item, row, softmax.sums[row], softmax.weights[row])
+            _write(sums, row, weights[row], out, item.token + row // group, first_head + row % group)
         else:
+            partial = item.partial + row
             for d in range(width):
-                batch.partials[item.partial + row, d] = softmax.sums[row, d]
-            batch.partials[item.partial + row, width] = softmax.highest[row]
-            batch.partials[item.partial + row, width + 1] = softmax.weights[row]
+                partials[partial, d] = sums[row, d]
+            partials[partial, width] = highest[row]
+            partials[partial, width + np.uint64(1)] = weights[row]
 
 
 @compile_kernel
 def _merge_items(batch: Batch, items: NDArray[Any]) -> None:
     """Put the partial results of split sequences together; the first split's item stands for all."""
-    width = batch.partials.shape[1] - 2
-    sums = np.empty(width, np.float32)
+    partials, out, group = batch.partials, batch.out, batch.group
+    width = np.uint64(partials.shape[1] - 2)
+    sums = np.empty((1, width), np.float32)
     for item in items:
         if item.num_splits == 1 or item.split > 0:
             continue
-        num_rows = item.num_queries * batch.group
+        num_rows = item.num_queries * group
         for row in range(num_rows):
             first, end = item.partial + row, item.partial + num_rows * item.num_splits
-            highest = LOWEST
+            highest = np.float32(LOWEST)
             for i in range(first, end, num_rows):
-                highest = max(highest, batch.partials[i, width])
+                highest = max(highest, partials[i, width])
             weight = np.float32(0)
             for d in range(width):
-                sums[d] = 0
+                sums[0, d] = 0
             for i in range(first, end, num_rows):
-                factor = exp2(batch.partials[i, width] - highest)
-                weight += batch.partials[i, width + 1] * factor
+                factor = exp2(partials[i, width] - highest)
+                weight += partials[i, width + np.uint64(1)] * factor
                 for d in range(width):
-                    sums[d] += batch.partials[i, d] * factor
-            _write(batch, item, row, sums, weight)
+                    sums[0, d] += partials[i, d] * factor
+            _write(sums, 0, weight, out, item.token + row // group, item.kv_head * group + row % group)
 
 
 @compile_kernel
-def _write(batch: Batch, item: Any, row: int, sums: NDArray[np.float32], weight: np.float32) -> None:
-    out = batch.out[item.token + row // batch.group, item.kv_head * batch.group + row % batch.group]
+def _write(sums: NDArray[np.float32], row: int, weight: np.float32, out: NDArray[Any], token: int, head: int) -> None:
     factor = np.float32(1) / weight
-    for d in range(len(out)):
-        out[d] = from_float32(sums[d] * factor, out)
+    for d in range(np.uint64(out.shape[2])):
+        out[token, head, d] = from_float32(sums[row, d] * factor, out)

@@ -32,8 +32,16 @@ _LOW_HALF = 0xFFFFFFFF
 def draw(logits: Tensor, temperatures: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, shares: Tensor) -> Tensor:
     """See `reference.draw`."""
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    filters = [column.numpy() for column in (temperatures, min_p, top_k, top_p, shares)]
-    _draw_rows(_rows(logits), *filters, tokens.numpy(), _num_threads(len(logits)))
+    _draw_rows(
+        _rows(logits),
+        temperatures.numpy(),
+        min_p.numpy(),
+        top_k.numpy(),
+        top_p.numpy(),
+        shares.numpy(),
+        tokens.numpy(),
+        _num_threads(len(logits)),
+    )
     return tokens
 
 
@@ -152,7 +160,7 @@ def _weigh(x: np.float32, best: np.float32, scale: np.float32) -> np.float32:
 def _sum_weights(row: NDArray[Any], best: np.float32, scale: np.float32) -> float:
     total = 0.0
     for start in range(0, len(row), _BLOCK):
-        total += _sum_block(row, start, best, scale)
+        total += float(_sum_block(row, start, best, scale))
     return total
 
 
@@ -165,7 +173,7 @@ def _sum_block(row: NDArray[Any], start: int, best: np.float32, scale: np.float3
 
 
 @compile_kernel
-def _count_above(row: NDArray[Any], value: np.float32) -> int:
+def _count_above(row: NDArray[Any], value: np.float32) -> np.int32:
     count = np.int32(0)
     for j in range(np.uint64(0), np.uint64(len(row))):
         count += np.int32(to_float32(row[j]) > value)
@@ -181,13 +189,13 @@ def _draw_from_all(row: NDArray[Any], best: np.float32, temperature: float, shar
     start, block, before, weight = 0, 0.0, 0.0, 0.0
     chosen = -1
     while start < len(row):
-        block = _sum_block(row, start, best, scale)
+        block = float(_sum_block(row, start, best, scale))
         if before + block > target:
             break
         before += block
         start += _BLOCK
     for j in range(start, min(start + _BLOCK, len(row))):
-        weight = _weigh(to_float32(row[j]), best, scale)
+        weight = float(_weigh(to_float32(row[j]), best, scale))
         if weight > 0:
             chosen = j
         before += weight
@@ -328,7 +336,7 @@ def _weight_of(key: int, best: np.float32, temperature: float) -> float:
 
 
 @compile_kernel
-def _key(value: np.float32, token: int) -> int:
+def _key(value: np.float32, token: int) -> np.int64:
     bits = np.float32(value + np.float32(0)).view(np.int32)  # adding zero makes -0.0 equal to 0.0 in its bits as well
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (np.int64(~ordered) << 32) | token

@@ -4,6 +4,10 @@ Where the processor multiplies bfloat16 at full rate, products of tiles take pai
 pair along the depth of the product in each.
 """
 
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import binding, ir
@@ -12,6 +16,8 @@ from numba.core import cgutils
 
 from paged_kernels.vector import (
     _F32,
+    _FLAGS,
+    _FUSED,
     _I32,
     LANES,
     WIDTH,
@@ -32,11 +38,15 @@ from paged_kernels.vector import (
 # Intel's instruction of this name is half as fast, so that nothing is gained there.
 BF16_PAIRS = bool(binding.get_host_cpu_features().get("avx512bf16")) and binding.get_host_cpu_name().startswith("znver")
 
+KEY_TILE = 64
+LOWEST = -1e30
+_EXP2 = [math.log(2) ** i / math.factorial(i) for i in range(8)]
+
 TILE_ROWS = 6  # of a product; with TILE_VECTORS registers of columns, the sums of a tile fill most registers
 TILE_VECTORS = 2 if WIDTH == 8 else 4
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not have."""
 
     def _to_string(self) -> str:
@@ -212,54 +222,64 @@ def transpose16(
 
 
 def _mix(builder: Any, a: Any, b: Any, indices: Any) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(indices)), indices))
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(indices)), list(indices)))
 
 
 @_intrinsic
 def dot_keys(
     typing_context: Any,
     rows: Any,
-    rows_start: Any,
+    num_rows: Any,
     keys: Any,
     keys_start: Any,
     ahead: Any,
+    num_keys: Any,
     width: Any,
     products: Any,
     products_start: Any,
     products_stride: Any,
-    num_rows: Any,
 ) -> _Typed:
-    """Dot products of `num_rows` (a literal) float32 rows with four keys that follow one another, in their own type.
+    """Dot products of float32 rows with keys that follow one another, in their own type; four keys at a time.
 
-    `width` is a multiple of LANES. The keys that are `ahead` numbers further are brought into the cache meanwhile.
+    `width` is a multiple of LANES. If `num_keys` is no multiple of four, up to three more keys are read, and their
+    products written. The keys that are `ahead` numbers further are brought into the caches meanwhile.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        width, stored_type = args[5], signature.args[2].dtype
-        row = _address(context, builder, signature.args[0], args[0], args[1])
-        key = _address(context, builder, signature.args[2], args[2], args[3])
+        width, stored_type = args[6], signature.args[2].dtype
+        first_row = _address(context, builder, signature.args[0], args[0], ir.IntType(64)(0))
+        first_key = _address(context, builder, signature.args[2], args[2], args[3])
+        product = _address(context, builder, signature.args[7], args[7], args[8])
         element = context.get_data_type(stored_type)
         zero = ir.Constant(ir.VectorType(_F32, LANES), [0.0] * LANES)
-        sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(4)] for _ in range(num_rows.literal_value)]
-        with cgutils.for_range(builder, _int(width, LANES, builder.sdiv)) as loop:
-            offset = _int(loop.index, LANES, builder.mul)
-            values = []
-            for k in range(4):
-                place = builder.gep(key, [builder.add(offset, _int(width, k, builder.mul))])
-                _prefetch(builder, builder.gep(place, [args[4]]))
-                values.append(_to_float32(builder, stored_type, _load(builder, place, element)))
+
+        def multiply(column: Any, row: Any, num_rows: int) -> None:
+            key = builder.gep(first_key, [builder.mul(column, width)])
+            begin = builder.gep(first_row, [builder.mul(row, width)])
+            sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(4)] for _ in range(num_rows)]
+            with cgutils.for_range(builder, _int(width, LANES, builder.sdiv)) as loop:
+                offset = _int(loop.index, LANES, builder.mul)
+                values = []
+                for k in range(4):
+                    place = builder.gep(key, [builder.add(offset, _int(width, k, builder.mul))])
+                    _prefetch(builder, builder.gep(place, [args[4]]))
+                    values.append(_to_float32(builder, stored_type, _load(builder, place, element)))
+                for r, row_sums in enumerate(sums):
+                    x = _load(builder, builder.gep(begin, [builder.add(offset, _int(width, r, builder.mul))]))
+                    for place, value in zip(row_sums, values, strict=True):
+                        _accumulate(builder, place, x, value)
             for r, row_sums in enumerate(sums):
-                x = _load(builder, builder.gep(row, [builder.add(offset, _int(width, r, builder.mul))]))
-                for place, value in zip(row_sums, values, strict=True):
-                    _accumulate(builder, place, x, value)
-        for r, row_sums in enumerate(sums):
-            dots = _sum_lanes(builder, [builder.load(place) for place in row_sums])
-            target = builder.add(args[7], _int(args[8], r, builder.mul))
-            _store(builder, dots, _address(context, builder, signature.args[6], args[6], target))
+                dots = _sum_lanes(builder, [builder.load(place) for place in row_sums])
+                target = builder.add(column, builder.mul(_int(row, r, builder.add), args[9]))
+                _store(builder, dots, builder.gep(product, [target]))
+
+        with _steps(builder, args[5], 4) as column:
+            _for_rows(builder, args[1], lambda row, num_rows: multiply(column, row, num_rows))
         return context.get_dummy_value()
 
     integer = types.int64
-    return types.void(rows, integer, keys, integer, integer, integer, products, integer, integer, num_rows), emit
+    flat = (rows, integer, keys, integer, integer, integer, integer, products, integer, integer)
+    return types.void(*flat), emit
 
 
 @_intrinsic
@@ -268,50 +288,212 @@ def add_values(
     weights: Any,
     weights_start: Any,
     weights_stride: Any,
+    num_rows: Any,
     values: Any,
     values_start: Any,
     ahead: Any,
     num_values: Any,
     width: Any,
     totals: Any,
-    totals_start: Any,
-    num_rows: Any,
-    num_vectors: Any,
 ) -> _Typed:
-    """Add to each of `num_rows` totals the values, which follow one another, each times the row's weight for it.
+    """Add to each row's total the values, which follow one another, each times the row's weight for it.
 
-    Of rows that are `width` apart, `num_vectors` times LANES numbers are added; both are literals.
+    Values and totals are `width` numbers, a multiple of LANES. The values that are `ahead` numbers further are brought
+    into the caches meanwhile.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        width, stored_type = args[7], signature.args[3].dtype
+        width, stored_type = args[8], signature.args[4].dtype
         element = context.get_data_type(stored_type)
-        weight = _address(context, builder, signature.args[0], args[0], args[1])
-        first = _address(context, builder, signature.args[3], args[3], args[4])
-        total = _address(context, builder, signature.args[8], args[8], args[9])
-        offsets = [ir.IntType(64)(LANES * i) for i in range(num_vectors.literal_value)]
-        places = [
-            [builder.gep(total, [builder.add(_int(width, r, builder.mul), offset)]) for offset in offsets]
-            for r in range(num_rows.literal_value)
-        ]
-        sums = [[cgutils.alloca_once_value(builder, _load(builder, place)) for place in row] for row in places]
-        with cgutils.for_range(builder, args[6]) as loop:
-            value = builder.gep(first, [builder.mul(loop.index, width)])
-            loaded = []
-            for offset in offsets:
-                place = builder.gep(value, [offset])
-                _prefetch(builder, builder.gep(place, [args[5]]))
-                loaded.append(_to_float32(builder, stored_type, _load(builder, place, element)))
-            for r, row_sums in enumerate(sums):
-                place = builder.gep(weight, [builder.add(loop.index, _int(args[2], r, builder.mul))])
-                factor = _splat(builder, builder.load(place))
-                for partial, vector in zip(row_sums, loaded, strict=True):
-                    _accumulate(builder, partial, factor, vector)
-        for row_sums, row_places in zip(sums, places, strict=True):
-            for partial, place in zip(row_sums, row_places, strict=True):
-                _store(builder, builder.load(partial), place)
+        first_weight = _address(context, builder, signature.args[0], args[0], args[1])
+        first_value = _address(context, builder, signature.args[4], args[4], args[5])
+        first_total = _address(context, builder, signature.args[9], args[9], ir.IntType(64)(0))
+
+        def add(column: Any, num_vectors: int, row: Any, num_rows: int) -> None:
+            weight = builder.gep(first_weight, [builder.mul(row, args[2])])
+            offsets = [_int(column, LANES * i, builder.add) for i in range(num_vectors)]
+            places = [
+                [
+                    builder.gep(first_total, [builder.add(builder.mul(_int(row, r, builder.add), width), offset)])
+                    for offset in offsets
+                ]
+                for r in range(num_rows)
+            ]
+            sums = [[cgutils.alloca_once_value(builder, _load(builder, place)) for place in each] for each in places]
+            with cgutils.for_range(builder, args[7]) as loop:
+                value = builder.gep(first_value, [builder.mul(loop.index, width)])
+                loaded = []
+                for offset in offsets:
+                    place = builder.gep(value, [offset])
+                    _prefetch(builder, builder.gep(place, [args[6]]))
+                    loaded.append(_to_float32(builder, stored_type, _load(builder, place, element)))
+                for r, row_sums in enumerate(sums):
+                    place = builder.gep(weight, [builder.add(loop.index, _int(args[2], r, builder.mul))])
+                    factor = _splat(builder, builder.load(place))
+                    for partial, vector in zip(row_sums, loaded, strict=True):
+                        _accumulate(builder, partial, factor, vector)
+            for row_sums, row_places in zip(sums, places, strict=True):
+                for partial, place in zip(row_sums, row_places, strict=True):
+                    _store(builder, builder.load(partial), place)
+
+        at_once = 4 if WIDTH == 16 else 1
+        whole = builder.sub(width, _int(width, at_once * LANES, builder.srem))
+        with _steps(builder, whole, at_once * LANES) as column:
+            _for_rows(builder, args[3], lambda row, num_rows: add(column, at_once, row, num_rows))
+        if at_once > 1:
+            with _steps(builder, width, LANES, whole) as column:
+                _for_rows(builder, args[3], lambda row, num_rows: add(column, 1, row, num_rows))
         return context.get_dummy_value()
 
     integer = types.int64
-    flat = (weights, integer, integer, values, integer, integer, integer, integer, totals, integer)
-    return types.void(*flat, num_rows, num_vectors), emit
+    flat = (weights, integer, integer, integer, values, integer, integer, integer, integer, totals)
+    return types.void(*flat), emit
+
+
+@_intrinsic
+def weigh_row(
+    typing_context: Any,
+    cache: Any,
+    logits: Any,
+    start: Any,
+    low: Any,
+    high: Any,
+    scale: Any,
+    k_scales: Any,
+    v_scales: Any,
+    highest: Any,
+    totals: Any,
+    row: Any,
+    sums: Any,
+    width: Any,
+    weights: Any,
+    weights_start: Any,
+) -> _Typed:
+    """One step of a row's softmax: from the products with a tile of KEY_TILE keys to the weights of their values.
+
+    Keys from `low` up to `high` are seen, at least one; others get weight 0. Products, times `scale`, are logits in
+    base 2. `highest[row]` is the logit of weight 1, `totals[row]` the sum of weights and `sums[row]`, `width` numbers,
+    that of values; all three are brought to the new scale if a logit is higher. If the cache holds integers, products
+    and weights are multiplied by the keys' and the values' scales.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        has_scales = signature.args[0].dtype == types.int8
+        vector, number_type = ir.VectorType(_F32, WIDTH), signature.args[13].dtype
+        offsets = range(0, KEY_TILE, WIDTH)
+        logit, k_scale, v_scale, sum_, weight = (
+            _address(context, builder, signature.args[i], args[i], at)
+            for i, at in (
+                (1, args[2]),
+                (6, ir.IntType(64)(0)),
+                (7, ir.IntType(64)(0)),
+                (11, builder.mul(args[10], args[12])),
+                (13, args[14]),
+            )
+        )
+        highest, total = (_address(context, builder, signature.args[i], args[i], args[10]) for i in (8, 9))
+        low, count = (builder.trunc(x, _I32) for x in (args[3], builder.sub(args[4], args[3])))
+        lowest = ir.Constant(vector, [LOWEST] * WIDTH)
+        factor = _splat_wide(builder, args[5])
+        xs, seen = [], []
+        for offset in offsets:
+            x = builder.fmul(_load(builder, builder.gep(logit, [_I32(offset)]), lanes=WIDTH), factor, flags=_FLAGS)
+            if has_scales:
+                x = builder.fmul(x, _load(builder, builder.gep(k_scale, [_I32(offset)]), lanes=WIDTH), flags=_FLAGS)
+            places = ir.Constant(ir.VectorType(_I32, WIDTH), list(range(offset, offset + WIDTH)))
+            mask = builder.icmp_unsigned(
+                "<", builder.sub(places, _splat_wide(builder, low)), _splat_wide(builder, count)
+            )
+            seen.append(mask)
+            xs.append(builder.select(mask, x, lowest))
+        best = functools.reduce(lambda a, b: _larger(builder, a, b), xs)
+        lanes = WIDTH
+        while lanes > 1:
+            lanes //= 2
+            best = _larger(builder, *(_mix(builder, best, best, part) for part in _halves(lanes)))
+        before = builder.load(highest)
+        after = _larger(builder, before, builder.extract_element(best, _I32(0)))
+        after_wide = _splat_wide(builder, after)
+        degree = 5 if number_type == types.uint16 else 7
+        zero = ir.Constant(vector, [0.0] * WIDTH)
+        added = zero
+        for offset, x, mask in zip(offsets, xs, seen, strict=True):
+            value = builder.select(mask, _exp2(builder, builder.fsub(x, after_wide), degree), zero)
+            added = builder.fadd(added, value, flags=_FLAGS)
+            if has_scales:
+                place = builder.gep(v_scale, [_I32(offset)])
+                value = builder.fmul(value, _load(builder, place, lanes=WIDTH), flags=_FLAGS)
+            _store(builder, _round(builder, number_type, value), builder.gep(weight, [_I32(offset)]))
+        lanes = WIDTH
+        while lanes > 1:
+            lanes //= 2
+            added = builder.fadd(*(_mix(builder, added, added, part) for part in _halves(lanes)), flags=_FLAGS)
+        decay = _exp2(builder, builder.fsub(_splat_wide(builder, before), after_wide), 7)
+        old = builder.fmul(builder.load(total), builder.extract_element(decay, _I32(0)))
+        builder.store(builder.fadd(old, builder.extract_element(added, _I32(0))), total)
+        with builder.if_then(builder.fcmp_unordered("!=", before, after)):
+            builder.store(after, highest)
+            with _steps(builder, args[12], WIDTH) as d:
+                place = builder.gep(sum_, [d])
+                _store(builder, builder.fmul(_load(builder, place, lanes=WIDTH), decay, flags=_FLAGS), place)
+        return context.get_dummy_value()
+
+    integer = types.int64
+    flat = (cache, logits, integer, integer, integer, types.float32, k_scales, v_scales, highest, totals, integer)
+    return types.void(*flat, sums, integer, weights, integer), emit
+
+
+def _halves(lanes: int) -> tuple[range, range]:
+    return range(lanes), range(lanes, 2 * lanes)
+
+
+def _larger(builder: Any, a: Any, b: Any) -> Any:
+    """The second where either is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _splat_wide(builder: Any, scalar: Any) -> Any:
+    kind = ir.VectorType(scalar.type, WIDTH)
+    vector = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, _I32(0))
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(_I32, WIDTH), [0] * WIDTH))
+
+
+def _exp2(builder: Any, x: Any, degree: int) -> Any:
+    """2 ** x for vectors of x <= 0, and 2 ** -126 below that: the Taylor series around the nearest integer."""
+
+    def constant(value: float) -> Any:
+        return ir.Constant(x.type, [value] * x.type.count)
+
+    integers = ir.VectorType(_I32, x.type.count)
+    x = builder.select(builder.fcmp_ordered("<", x, constant(-126.0)), constant(-126.0), x)
+    exponent = builder.fptosi(builder.fsub(x, constant(0.5)), integers)
+    rest = builder.fsub(x, builder.sitofp(exponent, x.type))
+    result = constant(_EXP2[degree])
+    for coefficient in _EXP2[degree - 1 :: -1]:
+        result = builder.fadd(builder.fmul(result, rest, flags=_FUSED), constant(coefficient), flags=_FUSED)
+    bits = builder.shl(builder.add(exponent, ir.Constant(integers, [127] * x.type.count)), _twenty_three(integers))
+    return builder.fmul(result, builder.bitcast(bits, x.type))
+
+
+def _twenty_three(integers: Any) -> Any:
+    return ir.Constant(integers, [23] * integers.count)
+
+
+@contextlib.contextmanager
+def _steps(builder: Any, end: Any, step: int, begin: Any = None) -> Iterator[Any]:
+    """A loop over begin, begin + step, ... below the end."""
+    integer = ir.IntType(64)
+    start = integer(0) if begin is None else begin
+    with cgutils.for_range_slice(builder, start, end, integer(step), integer) as (index, _):
+        yield index
+
+
+def _for_rows(builder: Any, num_rows: Any, emit: Callable[[Any, int], None]) -> None:
+    """Code for four rows at a time, and then for those that are left."""
+    whole = builder.sub(num_rows, _int(num_rows, 4, builder.srem))
+    with _steps(builder, whole, 4) as row:
+        emit(row, 4)
+    rest = builder.sub(num_rows, whole)
+    for count in (3, 2, 1):
+        with builder.if_then(builder.icmp_signed("==", rest, ir.IntType(64)(count))):
+            emit(whole, count)

@@ -105,10 +105,9 @@ class PagedLayers:
         """query [T, H, D], key [T, K, D], value [T, K, Dv] -> [T, H, Dv]; sinks [H]."""
         spec, cache = next(self._layers)
         metadata = self._metadata
-        scales = {"k_scales": cache.key_scales, "v_scales": cache.value_scales}
         if cache.key_scales is None:  # some models compute rotary positions, and so keys, in float32
             key, value = key.to(cache.keys.dtype), value.to(cache.values.dtype)
-        paged_kernels.store_kv(key, value, cache.keys, cache.values, metadata.slot_mapping, **scales)
+        paged_kernels.store_kv(key, value, cache.keys, cache.values, metadata.slot_mapping, **cache.scales)
         return paged_kernels.paged_attention(
             query,
             cache.keys,
@@ -117,7 +116,7 @@ class PagedLayers:
             metadata.query_start_loc,
             metadata.seq_lens,
             **spec.kernel_options(sinks),
-            **scales,
+            **cache.scales,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -28,6 +28,11 @@ class LayerCache(NamedTuple):
     values: Tensor
     key_scales: Tensor | None
     value_scales: Tensor | None
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """As the kernels take them."""
+        return {"k_scales": self.key_scales, "v_scales": self.value_scales}
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """All sources are read before a target is written, since a target may be another copy's source."""
