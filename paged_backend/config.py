@@ -76,6 +76,9 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """The share of the device memory that is free when the model is loaded that the KV cache may take when
     `kv_cache_memory` is None. On a CPU, where the memory is everybody's, a third of this share, and 4 GiB at most."""
+    kv_cache_dtype: str = "auto"
+    """`auto`: keys and values in the model's dtype; `int8`: as integers with a scale per token and head, so that about
+    twice as many tokens of a 16-bit model fit and long contexts are read faster; on a CPU alone."""
     block_size: int = 16
     """Tokens per block, 1 to 256."""
     num_gpu_blocks_override: int | None = None
@@ -128,6 +131,7 @@ class EngineConfig:
         object.__setattr__(self, "dtype", _DTYPE_SPELLINGS.get(dtype, dtype))
         check.choice("dtype", DTYPES)
         check.choice("generation_config", ("auto", "none"))
+        check.choice("kv_cache_dtype", ("auto", "int8"))
         check.integer("max_model_len", 2, optional=True)
         check.number("gpu_memory_utilization", 0.0, 1.0, open_low=True)
         check.integer("block_size", 1, 256)

@@ -39,8 +39,8 @@ PAIR = 2 * WIDTH
 
 FLOAT32 = ir.FloatType()
 INT32 = ir.IntType(32)
-_FLAGS = ("reassoc", "contract", "nsz")
-_FUSED = ("contract",)
+FLAGS = ("reassoc", "contract", "nsz")
+FUSED = ("contract",)
 
 Typed: TypeAlias = tuple[Any, Callable[..., Any]]  # a Numba signature and the function that emits its code
 
@@ -64,7 +64,7 @@ def from_float32(typing_context: Any, number: Any, array: Any) -> Typed:
     """A float32 as it is stored in this array, rounded to nearest, ties to even."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _from_float32(builder, signature.return_type, args[0])
+        return emit_from_float32(builder, signature.return_type, args[0])
 
     return array.dtype(types.float32, array), emit
 
@@ -105,7 +105,7 @@ def rotate_halves(typing_context: Any, numbers: Any, start: Any, cos: Any, sin: 
     """
 
     def multiply(builder: Any, x: Any, y: Any) -> Any:
-        return builder.fmul(x, y, flags=_FLAGS)
+        return builder.fmul(x, y, flags=FLAGS)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         stored_type, half, zero = signature.args[0].dtype, args[4], ir.Constant(args[1].type, 0)
@@ -117,10 +117,10 @@ def rotate_halves(typing_context: Any, numbers: Any, start: Any, cos: Any, sin: 
             element = context.get_data_type(stored_type)
             x, y = (emit_to_float32(builder, stored_type, load_vector(builder, place, element)) for place in places[0])
             (cos_x, cos_y), (sin_x, sin_y) = ([load_vector(builder, place) for place in row] for row in places[1:])
-            turned_x = builder.fsub(multiply(builder, x, cos_x), multiply(builder, y, sin_x), flags=_FLAGS)
-            turned_y = builder.fadd(multiply(builder, y, cos_y), multiply(builder, x, sin_y), flags=_FLAGS)
+            turned_x = builder.fsub(multiply(builder, x, cos_x), multiply(builder, y, sin_x), flags=FLAGS)
+            turned_y = builder.fadd(multiply(builder, y, cos_y), multiply(builder, x, sin_y), flags=FLAGS)
             for turned, place in zip((turned_x, turned_y), places[0], strict=True):
-                store_vector(builder, _from_float32(builder, stored_type, turned), place)
+                store_vector(builder, emit_from_float32(builder, stored_type, turned), place)
         return context.get_dummy_value()
 
     return types.void(numbers, types.int64, cos, sin, types.int64), emit
@@ -151,8 +151,8 @@ def dot4(
             offset = with_constant(loop.index, LANES, builder.mul)
             x = load_vector(builder, builder.gep(one, [offset]))
             for other, total in zip(four, sums, strict=True):
-                _accumulate(builder, total, x, load_vector(builder, builder.gep(other, [offset])))
-        total = _sum_lanes(builder, [builder.load(total) for total in sums])
+                accumulate(builder, total, x, load_vector(builder, builder.gep(other, [offset])))
+        total = sum_lanes(builder, [builder.load(total) for total in sums])
         store_vector(builder, total, address_at(context, builder, signature.args[5], args[5], args[6]))
         return context.get_dummy_value()
 
@@ -183,10 +183,10 @@ def add_weighted(
         target = address_at(context, builder, signature.args[6], args[6], args[7])
         sums = [cgutils.alloca_once_value(builder, load_vector(builder, builder.gep(target, [o]))) for o in offsets]
         with cgutils.for_range(builder, args[4]) as loop:
-            factor = _splat(builder, builder.load(builder.gep(weight, [loop.index])))
+            factor = emit_splat(builder, builder.load(builder.gep(weight, [loop.index])))
             row = builder.gep(first, [builder.mul(loop.index, width)])
             for offset, partial in zip(offsets, sums, strict=True):
-                _accumulate(builder, partial, factor, load_vector(builder, builder.gep(row, [offset])))
+                accumulate(builder, partial, factor, load_vector(builder, builder.gep(row, [offset])))
         for offset, partial in zip(offsets, sums, strict=True):
             store_vector(builder, builder.load(partial), builder.gep(target, [offset]))
         return context.get_dummy_value()
@@ -207,7 +207,7 @@ def copy_from_float32(
         with cgutils.for_range(builder, with_constant(args[4], LANES, builder.sdiv)) as loop:
             offset = with_constant(loop.index, LANES, builder.mul)
             value = load_vector(builder, builder.gep(read, [offset]))
-            stored = _from_float32(builder, signature.args[2].dtype, value)
+            stored = emit_from_float32(builder, signature.args[2].dtype, value)
             store_vector(builder, stored, builder.gep(write, [offset]))
         return context.get_dummy_value()
 
@@ -311,13 +311,13 @@ def add_dots(
                     row_values = [load_vector(builder, builder.gep(x, [place]), lanes=WIDTH) for x in xs]
                     column_values = [pair(i) for pair in pairs]
                     for r, c in order:
-                        product = builder.fmul(row_values[r], column_values[c], flags=_FUSED)
-                        builder.store(builder.fadd(product, builder.load(sums[r][c]), flags=_FUSED), sums[r][c])
+                        product = builder.fmul(row_values[r], column_values[c], flags=FUSED)
+                        builder.store(builder.fadd(product, builder.load(sums[r][c]), flags=FUSED), sums[r][c])
         for t, row_sums in zip(ts, sums, strict=True):
             for c in range(0, len(ws), 4):
                 address = builder.gep(t, [ir.IntType(64)(c)])
-                dots = _sum_lanes(builder, [builder.load(total) for total in row_sums[c : c + 4]], _FUSED)
-                store_vector(builder, builder.fadd(load_vector(builder, address, lanes=4), dots, flags=_FUSED), address)
+                dots = sum_lanes(builder, [builder.load(total) for total in row_sums[c : c + 4]], FUSED)
+                store_vector(builder, builder.fadd(load_vector(builder, address, lanes=4), dots, flags=FUSED), address)
         return context.get_dummy_value()
 
     integer = types.int64
@@ -342,11 +342,13 @@ def emit_to_float32(builder: Any, stored_type: Any, stored: Any) -> Any:
         return stored
     if stored_type == types.int16:
         return builder.fpext(builder.bitcast(stored, _like(stored, ir.HalfType())), _like(stored, FLOAT32))
+    if stored_type == types.int8:
+        return builder.sitofp(stored, _like(stored, FLOAT32))
     bits = builder.zext(stored, _like(stored, INT32))
     return builder.bitcast(builder.shl(bits, _constant(bits, 16)), _like(stored, FLOAT32))
 
 
-def _from_float32(builder: Any, stored_type: Any, value: Any) -> Any:
+def emit_from_float32(builder: Any, stored_type: Any, value: Any) -> Any:
     """Code for a number or a vector of them."""
     if stored_type == types.float32:
         return value
@@ -361,22 +363,22 @@ def _from_float32(builder: Any, stored_type: Any, value: Any) -> Any:
     return builder.trunc(builder.lshr(builder.select(is_nan, _constant(bits, 0x7FC00000), rounded), sixteen), half)
 
 
-class _BFloat16(ir.Type):  # type: ignore[misc]
+class BFloat16(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not know."""
 
     def __str__(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat16)
+        return isinstance(other, BFloat16)
 
     def __hash__(self) -> int:
-        return hash(_BFloat16)
+        return hash(BFloat16)
 
 
 def add_pair_products(builder: Any, total: Any, x: Any, y: Any) -> Any:
     """total + x * y of PAIR bfloat16 numbers each, where lane i sums the products 2 * i and 2 * i + 1."""
-    pairs = ir.VectorType(_BFloat16(), PAIR)
+    pairs = ir.VectorType(BFloat16(), PAIR)
     function = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(total.type, [total.type, pairs, pairs]),
@@ -413,10 +415,10 @@ def store_vector(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, builder.bitcast(address, value.type.as_pointer()), align=align)
 
 
-def _accumulate(builder: Any, total: Any, x: Any, y: Any) -> None:
+def accumulate(builder: Any, total: Any, x: Any, y: Any) -> None:
     """total += x * y"""
-    product = builder.fmul(x, y, flags=_FLAGS)
-    builder.store(builder.fadd(product, builder.load(total), flags=_FLAGS), total)
+    product = builder.fmul(x, y, flags=FLAGS)
+    builder.store(builder.fadd(product, builder.load(total), flags=FLAGS), total)
 
 
 def emit_prefetch(builder: Any, address: Any) -> None:
@@ -429,7 +431,7 @@ def emit_prefetch(builder: Any, address: Any) -> None:
     builder.call(function, [builder.bitcast(address, pointer), read, keep, data])
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
+def emit_splat(builder: Any, scalar: Any) -> Any:
     vector = ir.Constant(ir.VectorType(FLOAT32, LANES), ir.Undefined)
     vector = builder.insert_element(vector, scalar, INT32(0))
     return emit_shuffle(builder, vector, vector, [0] * LANES)
@@ -439,7 +441,7 @@ def emit_shuffle(builder: Any, a: Any, b: Any, indices: Sequence[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(INT32, len(indices)), list(indices)))
 
 
-def _sum_lanes(builder: Any, vectors: Sequence[Any], flags: Sequence[str] = _FLAGS) -> Any:
+def sum_lanes(builder: Any, vectors: Sequence[Any], flags: Sequence[str] = FLAGS) -> Any:
     """The sums over the lanes of four vectors, as a vector of four: 13 instructions where one by one takes 32."""
     a, b, c, d = vectors
     lanes = a.type.count

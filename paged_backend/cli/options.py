@@ -48,6 +48,7 @@ ENGINE_OPTIONS: Mapping[str, _Option] = {
     "device": _Option(str, "auto, cpu or cuda."),
     "max_model_len": _Option(int, "Most tokens of a prompt and its output together."),
     "kv_cache_memory": _Option(str, "Memory of the KV cache, as 2GiB or in bytes."),
+    "kv_cache_dtype": _Option(str, "auto: the model's dtype; int8: half the memory, on a CPU."),
     "gpu_memory_utilization": _Option(float, "Share of the free memory for the KV cache, if its memory is not given."),
     "block_size": _Option(int, "Tokens per block."),
     "swap_space": _Option(float, "GiB of memory for preempted requests; only 0 yet: they are recomputed."),

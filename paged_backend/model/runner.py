@@ -56,13 +56,14 @@ class ModelRunner:
             expected = self._plain_logits(probe)
             model.set_attn_implementation(PAGED)
             self._specs = self._record_layers(probe)
-            bytes_per_block = kv_cache.block_bytes(self._specs, config.block_size, model.dtype)
+            dtype = kv_cache.storage_dtype(config, model.dtype, self.device)
+            bytes_per_block = kv_cache.block_bytes(self._specs, config.block_size, dtype)
             self.num_blocks = kv_cache.num_blocks_for(config, bytes_per_block, loaded.max_model_len, self.device)
-            self._kv_cache = kv_cache.allocate(
-                self._specs, self.num_blocks, config.block_size, model.dtype, self.device
-            )
+            self._kv_cache = kv_cache.allocate(self._specs, self.num_blocks, config.block_size, dtype, self.device)
             self._decoder: FusedDecoder | None = None
-            coarsest = model.dtype if config.quantization is None else torch.bfloat16  # inputs of 8 bits round as much
+            coarsest = dtype
+            if config.quantization is not None and dtype == torch.float32:
+                coarsest = torch.bfloat16  # inputs of 8 bits round as much
             check = functools.partial(
                 check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name
             )
@@ -160,14 +161,12 @@ class ModelRunner:
         )
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:
-        """All sources are read before a target is written, since a target may be another copy's source."""
         if not output.copies:
             return
         sources = self._tensor(np.array([copy.source for copy in output.copies]))
         targets = self._tensor(np.array([copy.target for copy in output.copies]))
-        for keys, values in self._kv_cache:
-            keys[targets] = keys[sources]
-            values[targets] = values[sources]
+        for cache in self._kv_cache:
+            cache.copy_blocks(sources, targets)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

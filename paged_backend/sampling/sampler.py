@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+import paged_kernels
 from paged_backend.engine.request import Sequence
-from paged_backend.sampling.candidates import largest, take_rows
-from paged_backend.sampling.choice import choose
+from paged_backend.sampling.choice import Ints, choose
 from paged_backend.sampling.constraints import ConstrainedRow, Constraints, apply_constraints
-from paged_backend.sampling.draw import Ints
 from paged_backend.sampling.grammar import GrammarMatcher
 from paged_backend.sampling.grammar_rows import GrammarRows, Verdict
 from paged_backend.sampling.logprobs import Logprobs, token_logprobs
@@ -86,9 +85,10 @@ class Sampler:
         if not sequences:
             return []
         asking = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
-        raw = take_rows(logits, asking).float().log_softmax(dim=1) if asking else None
-        logits = logits.float()
+        raw = logits
         rows = self._rows(sequences)
+        if rows:
+            logits = logits.to(torch.float32, copy=bool(asking))
         grammars = GrammarRows((row, one, state.matcher) for row, one, state in rows if state.matcher is not None)
         grammars.mask(logits)
         constrained = _process(logits, rows)
@@ -102,7 +102,7 @@ class Sampler:
         chosen: list[int] = tokens.tolist()
         sampled: list[SampledToken | Exception] = [SampledToken(token_id, None) for token_id in chosen]
         verdicts = grammars.advance(chosen)
-        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True)) if raw is not None else {}
+        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True)) if asking else {}
         for row in verdicts.keys() | logprobs.keys():
             is_complete, error = verdicts.get(row, _FREE)
             sampled[row] = error or SampledToken(chosen[row], logprobs.get(row), is_complete)
@@ -121,8 +121,10 @@ class Sampler:
         """
         log_probs = logits.float().log_softmax(dim=1)
         _process(log_probs, self._rows(sequences))
-        best = largest(log_probs, max(nums, default=0))
-        rows = zip(best.ids.tolist(), best.values.tolist(), nums, strict=True)
+        num_best = min(max(nums, default=0), self._vocab_size)
+        some_token = torch.zeros(len(nums), dtype=torch.int64, device=logits.device)
+        _, _, best_values, best_ids = paged_kernels.best_logits(log_probs, some_token, num_best)
+        rows = zip(best_ids.tolist(), best_values.tolist(), nums, strict=True)
         return [
             [(token_id, value) for token_id, value in zip(ids[:num], values[:num], strict=True) if value > -math.inf]
             for ids, values, num in rows
@@ -134,8 +136,8 @@ class Sampler:
         result: list[Logprobs] = []
         for start in range(0, len(token_ids), _PROMPT_ROWS):
             ids = token_ids[start : start + _PROMPT_ROWS]
-            log_probs = logits[start : start + _PROMPT_ROWS].float().log_softmax(dim=1)
-            result += token_logprobs(log_probs, ids, [num_logprobs] * len(ids), [None] * len(ids))
+            rows = logits[start : start + _PROMPT_ROWS]
+            result += token_logprobs(rows, ids, [num_logprobs] * len(ids), [None] * len(ids))
         return result
 
     def _rows(self, sequences: list[Sequence]) -> list[_Row]:
@@ -195,6 +197,9 @@ def _replace_banned(tokens: Ints, logits: torch.Tensor, constrained: list[Constr
 
 
 def _logprobs(raw: torch.Tensor, asking: list[int], chosen: list[int], sequences: list[Sequence]) -> list[Logprobs]:
+    """Of the rows that ask."""
     params = [sequences[row].request.params for row in asking]
     nums = [item.logprobs or 0 for item in params]
+    if len(asking) < len(raw):
+        raw = raw[asking]
     return token_logprobs(raw, [chosen[row] for row in asking], nums, [item.logprob_token_ids for item in params])
