@@ -116,13 +116,14 @@ def _before_attention(
 ) -> None:
     like, (norm_like, angle_like), (x, total, out) = types[0], likes, addresses
     num_columns, width = matrix[3][0], matrix[3][1]
-    normed = np.empty(num_rows * width, like.dtype)
+    normed = np.empty(num_rows * width + 1, like.dtype)
     _norm(like, x, total, normed.ctypes.data, norm_like, norm, width, adds, num_rows, num_threads)
     multiply(types, normed.ctypes.data, width, matrix, out, num_rows, num_threads)
     num_query_heads, num_kv_heads, size = heads
     query = (out, num_columns, size, num_query_heads)
     key = (out + num_query_heads * size * like.itemsize, num_columns, size, num_kv_heads)
     rotate_tokens(like, query, key, angle_like, angles, False, 0, num_rows)
+    normed[-1] = 0  # Numba frees an array after its last use, and an address is none
 
 
 @compile_kernel
@@ -138,7 +139,7 @@ def _after_attention(
 ) -> None:
     like, (attention, total, out), (output, gate_up, down) = types[0], addresses, matrices
     width, inner = output[3][0], down[3][1]
-    memory = np.empty(num_rows * (2 * width + 3 * inner), like.dtype)
+    memory = np.empty(num_rows * (2 * width + 3 * inner) + 1, like.dtype)
     projected = memory.ctypes.data
     normed = projected + num_rows * width * like.itemsize
     both = normed + num_rows * width * like.itemsize
@@ -151,6 +152,7 @@ def _after_attention(
     else:
         gate_all_rows(like, both, gated, inner, gates[0], gates[1], num_rows, num_threads)
     multiply(types, gated, inner, down, out, num_rows, num_threads)
+    memory[-1] = 0  # as above
 
 
 @compile_kernel

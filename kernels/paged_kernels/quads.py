@@ -211,7 +211,7 @@ def _rotated(builder: Any, vector: Any) -> Any:
 
 
 def _keep_order(builder: Any) -> None:
-    """What is loaded later stays later: if LLVM loaded all rows' numbers first, there would be no registers for the sums."""
+    """What is loaded later stays later: if LLVM loaded all rows' numbers first, sums would be pushed out of registers."""
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
 
