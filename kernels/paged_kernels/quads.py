@@ -211,7 +211,7 @@ def _rotated(builder: Any, vector: Any) -> Any:
 
 
 def _keep_order(builder: Any) -> None:
-    """What is loaded later stays later: if LLVM loaded all rows' numbers first, sums would be pushed out of registers."""
+    """What is loaded later stays later: with all rows' numbers loaded first, registers would not hold the sums."""
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
 
