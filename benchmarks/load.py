@@ -45,6 +45,9 @@ SHORTEST, LONGEST = 16, 128
 HANG_UP_SHARE = 0.1
 MOST_GROWTH = 1.03
 LEAST_RATIO = 0.9
+KV_CACHE_MEMORY = "900MiB"
+"""Room for 250 chats, and little enough to be used up in the first third of the time: the system counts memory from
+its first use on, so that the server would seem to grow until then."""
 _READY_SECONDS = 300.0
 _ANSWER_SECONDS = 300.0
 _SAMPLE_SECONDS = 0.5
@@ -184,7 +187,14 @@ def held_blocks(port: int) -> int:
 
 def load_of_ours(arguments: argparse.Namespace) -> tuple[Load, int]:
     port = free_port()
-    options = ["--dtype", arguments.dtype, "--max-num-seqs", str(arguments.clients), "--kv-cache-memory", "2GiB"]
+    options = [
+        "--dtype",
+        arguments.dtype,
+        "--max-num-seqs",
+        str(arguments.clients),
+        "--kv-cache-memory",
+        KV_CACHE_MEMORY,
+    ]
     command = [sys.executable, "-m", "paged_backend.cli", "serve", arguments.model, "--port", str(port), *options]
     with serving([*command, "--served-model-name", "model", "--log-level", "warning"], port, "/ready") as process_id:
         target = Target(process_id, port, "model")
@@ -195,7 +205,7 @@ def load_of_ours(arguments: argparse.Namespace) -> tuple[Load, int]:
 
 def generate_in_process(connection: Connection, model: str, dtype: str, max_num_seqs: int) -> None:
     """The process of `LLM.chat`: answers the chats it is sent, and says how many seconds that took."""
-    llm = LLM(model, dtype=dtype, max_num_seqs=max_num_seqs, kv_cache_memory="2GiB")
+    llm = LLM(model, dtype=dtype, max_num_seqs=max_num_seqs, kv_cache_memory=KV_CACHE_MEMORY)
     warm_up = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm.chat(Workload("warm-up", 2, 8).conversations(0), warm_up, use_tqdm=False)
     connection.send("ready")
