@@ -37,7 +37,7 @@ from paged_backend.server.models import Models
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("serve", "chat", "generate", "run-batch", "bench", "demo")
 # What EngineConfig has, and what there is to set: these make no difference yet.
-WITHOUT_EFFECT = {"enforce_eager", "quantization"}
+WITHOUT_EFFECT = {"enforce_eager"}
 
 
 def run(*arguments: str, text: str | None = None) -> Result:
