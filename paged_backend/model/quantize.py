@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -38,24 +39,20 @@ def quantize_linears(model: PreTrainedModel, quantization: str, name: str) -> No
     head = model.get_output_embeddings()
     num_weights = 0
     for parent in list(model.modules()):
-        for child_name, child in list(parent.named_children()):
-            if type(child) in (nn.Linear, Conv1D) and _num_columns(child) >= LEAST_COLUMNS:
+        children: list[tuple[str, Any]] = list(parent.named_children())
+        for child_name, child in children:
+            weight = _weight(child)
+            if weight is not None and len(weight) >= LEAST_COLUMNS:
                 bits = _BITS_OF_LOGITS if child is head else _BITS[quantization]
-                setattr(parent, child_name, _quantized(child, bits))
-                num_weights += child.weight.numel()
+                setattr(parent, child_name, PackedLinear(pack(weight, bits), child.bias, weight.dtype))
+                num_weights += weight.numel()
     if num_weights == 0:
         raise ConfigError(f"quantization={quantization!r}: {name} has no linear layers that could be quantised")
     logger.info("%s: %.0f million weights in %s", name, num_weights / 1e6, quantization)
 
 
-def _num_columns(layer: nn.Module) -> int:
-    assert isinstance(layer.weight, torch.Tensor)
-    return layer.weight.shape[1 if isinstance(layer, Conv1D) else 0]
-
-
-def _quantized(layer: nn.Module, bits: int) -> PackedLinear:
-    weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-    assert isinstance(weight, torch.Tensor)
-    bias = layer.bias
-    assert bias is None or isinstance(bias, nn.Parameter)
-    return PackedLinear(pack(weight, bits), bias, weight.dtype)
+def _weight(layer: Any) -> Tensor | None:
+    """[out, in] of a linear layer; None for any other."""
+    if type(layer) is nn.Linear:
+        return layer.weight
+    return layer.weight.T if type(layer) is Conv1D else None
