@@ -1,6 +1,7 @@
 """What a language model computes with a paged cache of keys and values, and around it.
 
-Attention: `store_kv` and `paged_attention`. Matrix products: `linear`. Between them: `add_rms_norm`, `rotary` and
+Attention: `store_kv` and `paged_attention`. Matrix products: `linear`, and `add_low_rank` for adapters.
+Between them: `add_rms_norm`, `rotary` and
 `silu_and_mul`. After them: `mask_logits`.
 
 `reference` defines what they compute. Called from here they run the implementation for the tensors' device. The first
@@ -15,7 +16,16 @@ from typing import Any, ParamSpec, TypeVar
 
 from paged_kernels import reference
 
-__all__ = ["add_rms_norm", "linear", "mask_logits", "paged_attention", "rotary", "silu_and_mul", "store_kv"]
+__all__ = [
+    "add_low_rank",
+    "add_rms_norm",
+    "linear",
+    "mask_logits",
+    "paged_attention",
+    "rotary",
+    "silu_and_mul",
+    "store_kv",
+]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -38,6 +48,7 @@ def _by_device(definition: Callable[_Parameters, _Result], cpu_module: str) -> C
     return run
 
 
+add_low_rank = _by_device(reference.add_low_rank, "low_rank")
 add_rms_norm = _by_device(reference.add_rms_norm, "fused")
 linear = _by_device(reference.linear, "gemm")
 mask_logits = _by_device(reference.mask_logits, "masks")

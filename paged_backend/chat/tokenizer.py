@@ -66,6 +66,15 @@ class Tokenizer:
             return token_ids[1:]
         return token_ids
 
+    def encode_pair(self, first: str, second: str, limit: int | None) -> tuple[list[int], list[int] | None]:
+        """Two texts as one prompt, and which of them each token is of, if the tokenizer tells. The longer one is cut if
+        they are more than `limit` tokens together."""
+        for text in (first, second):
+            self.encode(text, add_special_tokens=False)  # raises for what is no Unicode
+        cut = {} if limit is None else {"truncation": "longest_first", "max_length": limit}
+        encoded = self._tokenizer(first, second, verbose=False, **cut)
+        return encoded["input_ids"], encoded.get("token_type_ids")
+
     @property
     def num_final_special_tokens(self) -> int:
         """How many tokens `encode` puts after a text."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +29,13 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="What requests call the model; may be repeated.")
     ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(help="A LoRA adapter, name=path, that requests call by its name; may be repeated."),
+    ] = None,
+    allow_lora_updating: Annotated[
+        bool, typer.Option("--allow-lora-updating", help="Let clients load and unload adapters.")
+    ] = False,
     api_key: Annotated[list[str] | None, typer.Option(help="A key that requests need; may be repeated.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with such keys, one a line.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="/metrics without a key, on a port of its own.")] = None,
@@ -53,6 +62,8 @@ def serve(
         port=port,
         uds=uds,
         served_model_names=tuple(served_model_name or ()),
+        lora_modules=_lora_modules(lora_modules or ()),
+        allow_lora_updating=allow_lora_updating,
         api_keys=(*(api_key or ()), *_keys_of(api_key_file)),
         metrics_port=metrics_port,
         request_timeout=request_timeout,
@@ -66,8 +77,32 @@ def serve(
     )
     start_logging(settings.log_level)
     tokenizer = engine.pop("tokenizer", None)
+    if settings.lora_modules or settings.allow_lora_updating:
+        engine = {"enable_lora": True} | engine
     EngineConfig(**engine)  # a bad option ends the command before anything listens
     run(lambda: LLM(model, tokenizer, **engine), Serving(settings, model=model))
+
+
+def _lora_modules(given: Iterable[str]) -> dict[str, str]:
+    """Of `name=path`, or of vLLM's `{"name": ..., "path": ...}`."""
+    modules: dict[str, str] = {}
+    for text in given:
+        name, path = _name_and_path(text)
+        if not name or not path or name in modules:
+            raise ConfigError(f"lora_modules={text!r} must be name=path, with another name for each adapter")
+        modules[name] = path
+    return modules
+
+
+def _name_and_path(text: str) -> tuple[str, str]:
+    if not text.startswith("{"):
+        name, _, path = text.partition("=")
+        return name, path
+    try:
+        content = json.loads(text)
+        return str(content["name"]), str(content["path"])
+    except (ValueError, KeyError):
+        raise ConfigError(f'lora_modules={text!r} must have "name" and "path"') from None
 
 
 def _keys_of(path: Path | None) -> list[str]:

@@ -8,6 +8,7 @@ transformers' own code.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -16,11 +17,22 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 
 from paged_backend.model.attention import PagedLayers
 from paged_backend.model.linear import Linear
+from paged_backend.model.mapped_files import MappedFiles
 from paged_kernels import add_rms_norm, rotary, silu_and_mul
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _LINEARS = ("_proj", "lm_head")
+Apply = Callable[[Tensor], Tensor]
+"""A linear layer."""
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+_MODULES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,13 +55,13 @@ class _Layer:
     num_heads: list[int]
     """Of query, key and value."""
     attention_norm: _Norm
-    qkv: Linear
+    qkv: Apply
     q_norm: _Norm | None
     k_norm: _Norm | None
-    output: Linear
+    output: Apply
     mlp_norm: _Norm
-    gate_up: Linear
-    down: Linear
+    gate_up: Apply
+    down: Apply
 
 
 class FusedDecoder:
@@ -63,9 +75,10 @@ class FusedDecoder:
         self._embed: nn.Module = decoder.embed_tokens
         self._rotary: nn.Module = decoder.rotary_emb
         self._norm = _Norm.of(decoder.norm)
-        self._lm_head = Linear.of(model.lm_head)
+        self._lm_head: Apply = Linear.of(model.lm_head)
         self._activation = _ACTIVATIONS[config.hidden_act]
-        self._layers = [_layer(layer) for layer in decoder.layers]
+        files = MappedFiles()
+        self._layers = [_layer(layer, files) for layer in decoder.layers]
 
     @staticmethod
     def can_run(model: Any) -> bool:
@@ -77,6 +90,21 @@ class FusedDecoder:
             and model.config.hidden_act in _ACTIVATIONS
             and all(type(module) is nn.Linear for name, module in model.named_modules() if name.endswith(_LINEARS))
         )
+
+    def replace_linears(self, replacement: Callable[[Apply, list[str], bool], Apply]) -> None:
+        """Give each linear layer's place to what is made of it, of the names of the modules that it stands for, and of
+        whether it sees the rows that are kept only; `lm_head` sees those that have logits."""
+        self._lm_head = replacement(self._lm_head, ["lm_head"], False)
+        for index, layer in enumerate(self._layers):
+            changed: dict[str, Any] = {
+                name: replacement(
+                    getattr(layer, name),
+                    [f"model.layers.{index}.{module}" for module in modules],
+                    index == len(self._layers) - 1 and name != "qkv",
+                )
+                for name, modules in _MODULES.items()
+            }
+            self._layers[index] = dataclasses.replace(layer, **changed)
 
     def __call__(self, layers: PagedLayers, input_ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         """Ids [T], positions [T], rows wanted [R] -> their last hidden states [R, E]."""
@@ -107,11 +135,12 @@ def _normed(norm: _Norm | None, heads: Tensor) -> Tensor:
     return heads if norm is None else norm(heads.reshape(-1, heads.shape[-1]))[0].view(heads.shape)
 
 
-def _layer(layer: Any) -> _Layer:
+def _layer(layer: Any, files: MappedFiles) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    separate = [module.weight for module in (*projections, mlp.gate_proj, mlp.up_proj)]
     num_query_heads, num_kv_heads, _ = (linear.out_features // attention.head_dim for linear in projections)
-    return _Layer(
+    fused = _Layer(
         head_size=attention.head_dim,
         num_heads=[num_query_heads, num_kv_heads, num_kv_heads],
         attention_norm=_Norm.of(layer.input_layernorm),
@@ -123,3 +152,5 @@ def _layer(layer: Any) -> _Layer:
         gate_up=Linear.merged([mlp.gate_proj, mlp.up_proj]),
         down=Linear.of(mlp.down_proj),
     )
+    files.let_go(separate)
+    return fused

@@ -28,6 +28,7 @@ from paged_backend.model.attention import (
 from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.linear import speed_up_linears
 from paged_backend.model.loader import LoadedModel
+from paged_backend.model.lora import AdapterStore, StepAdapters, adapt
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.self_check import check_logits, probe_token_ids
 
@@ -47,6 +48,9 @@ class ModelRunner:
         self.device = model.device
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.block_size = config.block_size
+        self.adapters: AdapterStore | None = None
+        """Where LoRA adapters come from, if there are any."""
+        self._step_adapters = StepAdapters(model.dtype, self.device)
         with torch.inference_mode():
             probe = probe_token_ids(self.vocab_size, loaded.max_model_len, config.block_size)
             expected = self._plain_logits(probe)
@@ -58,10 +62,16 @@ class ModelRunner:
                 self._specs, self.num_blocks, config.block_size, model.dtype, self.device
             )
             self._decoder: FusedDecoder | None = None
+            # Rounded activations turn the last bits of their inputs into differences like those of bfloat16.
+            dtype = torch.bfloat16 if loaded.is_quantized else model.dtype
             check = functools.partial(
-                check_logits, self, probe, expected, block_size=config.block_size, dtype=model.dtype, name=loaded.name
+                check_logits, self, probe, expected, block_size=config.block_size, dtype=dtype, name=loaded.name
             )
             self._choose_code(loaded, check)
+        if config.enable_lora:
+            self.adapters = AdapterStore(model, config)
+            if self._decoder is not None:
+                adapt(self._decoder, model, self._step_adapters)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
@@ -70,6 +80,23 @@ class ModelRunner:
         input_ids, positions, metadata = self._inputs(output.scheduled)
         keep = _rows_to_keep(output.scheduled)
         layers = PagedLayers(self._specs, self._kv_cache, metadata)
+        if self.adapters is None:
+            return self._compute(output, layers, input_ids, positions, keep)
+        pooled = PooledStep(output.scheduled).rows if output.pools else []
+        all_kept = np.concatenate([keep, np.array(pooled, np.int64)])
+        with self._step_adapters.of(
+            output.scheduled, all_kept, len(keep), hooked=self._model if self._decoder is None else None
+        ):
+            return self._compute(output, layers, input_ids, positions, keep)
+
+    def _compute(
+        self,
+        output: SchedulerOutput,
+        layers: PagedLayers,
+        input_ids: np.ndarray,
+        positions: np.ndarray,
+        keep: np.ndarray,
+    ) -> Tensor:
         if output.pools:
             return self._pool(PooledStep(output.scheduled), layers, input_ids, positions, keep)
         if self._decoder is not None:
@@ -123,6 +150,8 @@ class ModelRunner:
 
     def _choose_code(self, loaded: LoadedModel, check: Callable[[], None]) -> None:
         """Fused code where it fits and the weights are ours to merge, else transformers' code; it passes `check`."""
+        if loaded.is_quantized:
+            return check()
         if loaded.owns_weights and FusedDecoder.can_run(self._model):
             self._decoder = FusedDecoder(self._model)
             try:

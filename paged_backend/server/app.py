@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 import paged_backend
 from paged_backend import OverloadedError
-from paged_backend.server import chat, completions, embeddings, errors, messages, tokens
+from paged_backend.server import chat, completions, embeddings, errors, lora, messages, scoring, tokens
 from paged_backend.server.errors import ApiError, JSONReply
 from paged_backend.server.metrics import CONTENT_TYPE
 from paged_backend.server.middleware import CountRequests, LimitBody, RequireKey
@@ -24,10 +24,12 @@ from paged_backend.server.protocol import (
     DetokenizeRequest,
     EmbeddingRequest,
     GenerationBody,
+    LoadLoraRequest,
     MessagesRequest,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
+    UnloadLoraRequest,
 )
 from paged_backend.server.replies import (
     ERRORS,
@@ -69,6 +71,8 @@ def create_app(serving: Serving) -> FastAPI:
     _add_generation(app, serving)
     _add_models(app, serving)
     _add_operation(app, serving)
+    if settings.allow_lora_updating:
+        _add_lora_updating(app, serving)
     # The last one added is the first to see a request.
     app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes)
     app.add_middleware(CountRequests, serving=serving)
@@ -113,12 +117,13 @@ def _add_generation(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/score", response_class=JSONReply, response_model=ScoreReply)
     @app.post("/score", response_class=JSONReply, response_model=ScoreReply)
     async def create_scores(body: ScoreRequest, request: Request) -> Response:
-        return JSONReply(await _counted(serving, request, embeddings.score(serving, body)))
+        return JSONReply(await _counted(serving, request, scoring.score(serving, body)))
 
+    @app.post("/v2/rerank", response_class=JSONReply, response_model=RerankReply)
     @app.post("/v1/rerank", response_class=JSONReply, response_model=RerankReply)
     @app.post("/rerank", response_class=JSONReply, response_model=RerankReply)
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        return JSONReply(await _counted(serving, request, embeddings.rerank(serving, body)))
+        return JSONReply(await _counted(serving, request, scoring.rerank(serving, body)))
 
     @app.post("/tokenize", response_class=JSONReply, response_model=TokenizeReply)
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -133,23 +138,39 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
     created = int(time.time())
 
     def described(name: str) -> dict[str, Any]:
+        adapter = serving.lora_modules.get(name)
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "paged-backend",
-            "root": serving.model_names[0],
+            "root": serving.model_names[0] if adapter is None else adapter.lora_path,
+            "parent": None if adapter is None else serving.model_names[0],
             "max_model_len": serving.llm.max_model_len,
         }
 
     @app.get("/v1/models", response_class=JSONReply, response_model=ModelList)
     async def list_models() -> Response:
-        return JSONReply({"object": "list", "data": [described(name) for name in serving.model_names]})
+        return JSONReply(
+            {"object": "list", "data": list(map(described, (*serving.model_names, *serving.lora_modules)))}
+        )
 
     @app.get("/v1/models/{model:path}", response_class=JSONReply, response_model=ModelReply)
     async def retrieve_model(model: str) -> Response:
         serving.check_model(model)
         return JSONReply(described(model))
+
+
+def _add_lora_updating(app: FastAPI, serving: Serving) -> None:
+    @app.post("/v1/load_lora_adapter", response_class=JSONReply, response_model=StatusReply)
+    async def load_lora_adapter(body: LoadLoraRequest) -> Response:
+        await lora.load(serving, body)
+        return JSONReply({"status": f"loaded {body.lora_name}"})
+
+    @app.post("/v1/unload_lora_adapter", response_class=JSONReply, response_model=StatusReply)
+    async def unload_lora_adapter(body: UnloadLoraRequest) -> Response:
+        lora.unload(serving, body)
+        return JSONReply({"status": f"unloaded {body.lora_name}"})
 
 
 def _add_operation(app: FastAPI, serving: Serving) -> None:

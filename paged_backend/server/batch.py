@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from paged_backend import EngineDeadError
-from paged_backend.server import chat, completions, embeddings
+from paged_backend.server import chat, completions, embeddings, scoring
 from paged_backend.server.errors import ApiError, described, invalid_body
 from paged_backend.server.protocol import (
     Body,
@@ -32,8 +32,8 @@ _ROUTES = {
     "/v1/chat/completions": _Route(ChatRequest, chat.answer),
     "/v1/completions": _Route(CompletionRequest, completions.complete),
     "/v1/embeddings": _Route(EmbeddingRequest, embeddings.embed),
-    "/v1/score": _Route(ScoreRequest, embeddings.score),
-    "/v1/rerank": _Route(RerankRequest, embeddings.rerank),
+    "/v1/score": _Route(ScoreRequest, scoring.score),
+    "/v1/rerank": _Route(RerankRequest, scoring.rerank),
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from paged_backend import LLM, EngineStats
+from paged_backend import LLM, EngineStats, LoRARequest
 from paged_backend.server.errors import ApiError
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.settings import ServerSettings
@@ -32,6 +32,8 @@ class Serving:
     def __init__(self, settings: ServerSettings, *, model: str, llm: LLM | None = None) -> None:
         self.settings = settings
         self.model_names = settings.served_model_names or (model,)
+        self.lora_modules = {name: LoRARequest(name, path) for name, path in settings.lora_modules.items()}
+        """The adapters that are served, by their names."""
         self.metrics = Metrics(self.model_names[0])
         self.is_draining = False
         self.num_active = 0
@@ -66,20 +68,31 @@ class Serving:
                 loop.call_soon_threadsafe(_settle, made, llm, error)
 
         threading.Thread(target=run, name="paged-backend loading", daemon=True).start()
-        self._llm = await made
+        llm = await made
+        try:
+            for wanted in self.lora_modules.values():
+                await self.prepare(llm.add_lora, wanted)
+        except BaseException:
+            llm.close()
+            raise
+        self._llm = llm
 
     def check_model(self, name: str | None) -> None:
         """Raises the 404 of a model that is not served; None stands for the one that is."""
-        if name is not None and name not in self.model_names:
+        if name is not None and name not in self.model_names and name not in self.lora_modules:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; served: {', '.join(self.model_names)}",
+                f"the model {name!r} is not served here; served: {', '.join((*self.model_names, *self.lora_modules))}",
                 param="model",
                 code="model_not_found",
             )
 
     def model_name(self, asked: str | None) -> str:
         return asked or self.model_names[0]
+
+    def lora_request(self, name: str | None) -> LoRARequest | None:
+        """The adapter that answers when a model is called so; None for the model itself."""
+        return None if name is None else self.lora_modules.get(name)
 
     async def prepare(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """The result of a function that renders, tokenises or compiles, run in a thread."""
