@@ -25,43 +25,45 @@ import paged_backend
 from rounds import start, take_turns, versions
 from workloads import Workload
 
-Answer = Callable[[list[str], int], None]
+Answer = Callable[[list[str]], None]
 
 
-def llm_chat(model: str) -> Answer:
+def llm_chat(model: str, num_tokens: int) -> Answer:
     llm = paged_backend.LLM(model)
+    params = paged_backend.SamplingParams(temperature=0, max_tokens=num_tokens)
 
-    def answer(questions: list[str], num_tokens: int) -> None:
-        params = paged_backend.SamplingParams(temperature=0, max_tokens=num_tokens)
+    def answer(questions: list[str]) -> None:
         llm.chat([[{"role": "user", "content": question}] for question in questions], params, use_tqdm=False)
 
     return answer
 
 
-def chat_paged(model: str) -> Answer:
+def chat_paged(model: str, num_tokens: int) -> Answer:
     from langchain_paged import ChatPaged
 
-    chat = ChatPaged(model=model, temperature=0)
-    return lambda questions, num_tokens: _done(chat.batch(questions, max_tokens=num_tokens), questions)
+    chat = ChatPaged(model=model, temperature=0, max_tokens=num_tokens)
+    return lambda questions: _done(chat.batch(questions), questions)
 
 
-def chat_hugging_face(model: str) -> Answer:
+def chat_hugging_face(model: str, num_tokens: int) -> Answer:
     from langchain_huggingface import ChatHuggingFace
 
-    pipeline, folder = _pipeline(model, 1)
+    pipeline, folder = _pipeline(model, batch_size=1)
     chat = ChatHuggingFace(llm=pipeline, model_id=folder)
 
-    def answer(questions: list[str], num_tokens: int) -> None:
-        _done(chat.batch(questions, pipeline_kwargs=_greedy(num_tokens)), questions)
+    def answer(questions: list[str]) -> None:
+        # Its `batch` is a thread for each question; on a CPU they are faster one after another.
+        one_by_one = {"max_concurrency": 1}
+        _done(chat.batch(questions, one_by_one, pipeline_kwargs=_greedy(num_tokens)), questions)
 
     return answer
 
 
-def hugging_face_pipeline(model: str) -> Answer:
-    pipeline, folder = _pipeline(model, 32)
+def hugging_face_pipeline(model: str, num_tokens: int) -> Answer:
+    pipeline, folder = _pipeline(model, batch_size=32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
-    def answer(questions: list[str], num_tokens: int) -> None:
+    def answer(questions: list[str]) -> None:
         prompts = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
@@ -73,28 +75,22 @@ def hugging_face_pipeline(model: str) -> Answer:
     return answer
 
 
-def hugging_face_llm(model: str) -> Answer:
+def hugging_face_llm(model: str, num_tokens: int) -> Answer:
     from llama_index.core.llms import ChatMessage
     from llama_index.llms.huggingface import HuggingFaceLLM
 
     folder = _folder(model)
-    llms: dict[int, Any] = {}
-
-    def answer(questions: list[str], num_tokens: int) -> None:
-        if num_tokens not in llms:
-            llms[num_tokens] = HuggingFaceLLM(
-                model_name=folder,
-                tokenizer_name=folder,
-                device_map="cpu",
-                max_new_tokens=num_tokens,
-                generate_kwargs={"do_sample": False},
-            )
-        _done([llms[num_tokens].chat([ChatMessage(content=question)]) for question in questions], questions)
-
-    return answer
+    llm: Any = HuggingFaceLLM(
+        model_name=folder,
+        tokenizer_name=folder,
+        device_map="cpu",
+        max_new_tokens=num_tokens,
+        generate_kwargs={"do_sample": False},
+    )
+    return lambda questions: _done([llm.chat([ChatMessage(content=question)]) for question in questions], questions)
 
 
-ENGINES: dict[str, tuple[Callable[[str], Answer], str]] = {
+ENGINES: dict[str, tuple[Callable[[str, int], Answer], str]] = {
     "LLM.chat": (llm_chat, "paged_backend"),
     "ChatPaged.batch": (chat_paged, "langchain_paged"),
     "ChatHuggingFace.batch": (chat_hugging_face, "langchain_huggingface"),
@@ -132,7 +128,7 @@ def _pipeline(model: str, batch_size: int) -> tuple[Any, str]:
     folder = _folder(model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    pipeline = transformers.pipeline("text-generation", model=loaded, tokenizer=tokenizer)
+    pipeline = transformers.pipeline("text-generation", model=loaded, tokenizer=tokenizer, batch_size=batch_size)
     return HuggingFacePipeline(pipeline=pipeline, batch_size=batch_size, model_id=folder), folder
 
 
@@ -140,16 +136,16 @@ def questions_of(workload: Workload, round_: int) -> list[str]:
     return [conversation[-1]["content"] for conversation in workload.conversations(round_)]
 
 
-def serve(connection: Connection, name: str, model: str) -> None:
+def serve(connection: Connection, name: str, model: str, num_tokens: int) -> None:
     """The process of one engine: does each (workload, round) it is sent and answers with the seconds it took."""
-    answer = ENGINES[name][0](model)
-    answer(["Say hello.", "Say goodbye."], 4)
+    answer = ENGINES[name][0](model, num_tokens)
+    answer(["Say hello."])
     connection.send("ready")
     while (task := connection.recv()) is not None:
         workload, round_ = task
         questions = questions_of(workload, round_)
         start = time.perf_counter()
-        answer(questions, workload.num_tokens)
+        answer(questions)
         connection.send(time.perf_counter() - start)
 
 
@@ -170,7 +166,7 @@ def main() -> None:
     for name in ENGINES.keys() - set(installed):
         print(f"not installed, not compared: {name}")
     workload = Workload("adapters", arguments.requests, arguments.tokens)
-    engines = {name: start(serve, name, arguments.model) for name in arguments.engines}
+    engines = {name: start(serve, name, arguments.model, arguments.tokens) for name in arguments.engines}
     seconds = take_turns(engines, arguments.rounds, lambda round_: (workload, round_))
     first = arguments.engines[0]
     for name, values in seconds.items():

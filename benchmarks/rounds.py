@@ -7,7 +7,8 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -24,6 +25,17 @@ def versions() -> str:
     )
 
 
+def machine() -> str:
+    """The processor (on Linux, with the instructions that matter here), cores, system."""
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text().splitlines() if about.exists() else []
+    fields = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+    flags = fields.get("flags", "").split()
+    features = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2") if flag in flags]
+    name = " ".join([fields.get("model name", platform.processor()), *features])
+    return f"{name}; {os.cpu_count()} cores; {platform.system()}; Python {platform.python_version()}"
+
+
 def start(serve: Callable[..., None], *arguments: Any) -> Connection:
     """The near end of a new process that runs `serve(far end, *arguments)`, once that has sent "ready".
 
@@ -37,7 +49,15 @@ def start(serve: Callable[..., None], *arguments: Any) -> Connection:
     return near
 
 
-def take_turns(engines: Mapping[str, Connection], rounds: int, task: Callable[[int], Any]) -> dict[str, list[Any]]:
+class Engine(Protocol):
+    """A Connection, or what is used like one."""
+
+    def send(self, task: Any, /) -> None: ...
+
+    def recv(self) -> Any: ...
+
+
+def take_turns(engines: Mapping[str, Engine], rounds: int, task: Callable[[int], Any]) -> dict[str, list[Any]]:
     """The answers of each engine, one per round, to `task(round)`. The order changes from round to round: who comes
     first is slower by 1 %."""
     answers: dict[str, list[Any]] = {name: [] for name in engines}

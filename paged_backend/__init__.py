@@ -33,6 +33,9 @@ _MODULE_OF = {
     "EngineStats": "engine.metrics",
     "InvalidRequestError": "errors",
     "InvalidToolCall": "outputs",
+    "KVCells": "engine.kv_map",
+    "KVMap": "engine.kv_map",
+    "KVRequest": "engine.kv_map",
     "LoRARequest": "lora",
     "Logprob": "outputs",
     "MissingExtraError": "errors",
@@ -53,6 +56,7 @@ _MODULE_OF = {
     "SpeculativeConfig": "config",
     "StructuredOutputsParams": "structured_outputs",
     "ToolCall": "outputs",
+    "available_memory": "model.kv_cache",
     "demo_folder": "model.demo",
     "unknown_name": "errors",
 }
@@ -76,6 +80,9 @@ __all__ = [
     "EngineStats",
     "InvalidRequestError",
     "InvalidToolCall",
+    "KVCells",
+    "KVMap",
+    "KVRequest",
     "LoRARequest",
     "Logprob",
     "MissingExtraError",
@@ -96,6 +103,7 @@ __all__ = [
     "SpeculativeConfig",
     "StructuredOutputsParams",
     "ToolCall",
+    "available_memory",
     "demo_folder",
     "unknown_name",
 ]
@@ -105,6 +113,7 @@ if TYPE_CHECKING:
     from paged_backend.backend import Backend, EncoderBackend
     from paged_backend.beam_search_params import BeamSearchParams
     from paged_backend.config import EngineConfig, SpeculativeConfig
+    from paged_backend.engine.kv_map import KVCells, KVMap, KVRequest
     from paged_backend.engine.metrics import EngineStats
     from paged_backend.errors import (
         ConfigError,
@@ -122,6 +131,7 @@ if TYPE_CHECKING:
     from paged_backend.llm import LLM
     from paged_backend.lora import LoRARequest
     from paged_backend.model.demo import demo_folder
+    from paged_backend.model.kv_cache import available_memory
     from paged_backend.outputs import (
         ClassificationOutput,
         CompletionOutput,

@@ -86,7 +86,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     """Most tokens computed in one step."""
     max_num_queued_reqs: int | None = None
-    """Most requests waiting for their first step; one more raises `OverloadedError`. None: no limit."""
+    """Most requests waiting for their first step, each counted as often as it has samples (`n`); one more raises
+    `OverloadedError`. None: no limit."""
     max_logprobs: int = 20
     """Largest `logprobs` and `prompt_logprobs` a request may ask for; -1: no limit."""
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None

@@ -21,11 +21,12 @@ from paged_backend.chat.chat_builder import check_parsers
 from paged_backend.chat.messages import Message
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
+from paged_backend.engine.kv_map import KVMap
 from paged_backend.engine.loop import EngineLoop, News
 from paged_backend.engine.metrics import EngineStats
 from paged_backend.engine.outbox import Outbox
 from paged_backend.engine.request import Request
-from paged_backend.errors import EngineDeadError
+from paged_backend.errors import EngineDeadError, InvalidRequestError
 from paged_backend.handle import RequestHandle
 from paged_backend.lora import LoRARequest
 from paged_backend.outputs import (
@@ -390,6 +391,13 @@ class LLM:
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters, taken between two steps."""
         return self._loop.call(lambda engine: engine.stats())
+
+    def kv_map(self, max_cells: int = 2048) -> KVMap:
+        """Who holds which block of the KV cache, taken between two steps; with more blocks than `max_cells`, several
+        of them make a cell."""
+        if max_cells < 1:
+            raise InvalidRequestError(f"max_cells={max_cells} is out of range: it must be >= 1")
+        return self._loop.call(lambda engine: engine.kv_map(max_cells))
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes in the KV cache; unfinished requests go on, and share nothing with later ones."""

@@ -91,7 +91,7 @@ class RequestBuilder:
         assert self._chats is not None
         chats = [self._chats.prepare(conversation, chat_options) for conversation in conversations]
         prompts = [
-            _Prompt(tokenizer.encode_chat(chat.text), {"prompt": chat.text, "markup": markup_of(chat, tokenizer)})
+            _Prompt(self._encoded_chat(chat.text), {"prompt": chat.text, "markup": markup_of(chat, tokenizer)})
             for chat in chats
         ]
         params = [constrained(one, chat, tokenizer) for one, chat in zip(params, chats, strict=True)]
@@ -145,7 +145,8 @@ class RequestBuilder:
     ) -> list[Request]:
         prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
         params = self._factory.pooling_params(pooling, normalize, dimensions)
-        read = [self._truncated(self._read(prompt), truncate_prompt_tokens) for prompt in prompts]
+        is_cut = truncate_prompt_tokens is not None
+        read = [self._truncated(self._read(prompt, is_cut=is_cut), truncate_prompt_tokens) for prompt in prompts]
         wish = [SamplingParams(max_tokens=0)] * len(prompts)
         return self._requests(read, wish, options, final_only=True, pooling=params)
 
@@ -230,10 +231,17 @@ class RequestBuilder:
         prompt.options["markup"] = reasoning_markup(self._chats.stage_after(end), self.tokenizer)
         return prompt
 
-    def _read(self, prompt: Any) -> _Prompt:
+    def _encoded_chat(self, text: str) -> list[int]:
+        self._factory.check_length(self.tokenizer.min_num_tokens(text))
+        return self.tokenizer.encode_chat(text)
+
+    def _read(self, prompt: Any, *, is_cut: bool = False) -> _Prompt:
+        """As token ids; what is far too long is refused before it is tokenised, unless it is cut afterwards."""
         content, salt = _content(prompt)
         if isinstance(content, list):
             return _Prompt(content, {"cache_salt": salt})
+        if isinstance(content, str) and not is_cut:
+            self._factory.check_length(self.tokenizer.min_num_tokens(content))
         return _Prompt(self.tokenizer.encode(content), {"cache_salt": salt, "prompt": content})
 
     def _requests(

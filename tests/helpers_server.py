@@ -27,6 +27,7 @@ from paged_backend import LLM, Backend
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.engine.request import Sequence
 from paged_backend.server.app import create_app
+from paged_backend.server.models import Models
 from paged_backend.server.serving import Serving
 from paged_backend.server.settings import ServerSettings
 
@@ -75,8 +76,14 @@ class ServerUnderTest:
     llm: LLM
     runner: FakeRunner
     sampler: ScriptedSampler
-    serving: Serving
+    models: Models
     app: Any
+
+    @property
+    def serving(self) -> Serving:
+        """Of the only model."""
+        (serving,) = self.models.servings
+        return serving
 
     @contextlib.asynccontextmanager
     async def client(self, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
@@ -138,8 +145,14 @@ def make_server(
     llm, runner, sampler = make_scripted_llm(
         num_blocks=num_blocks, max_model_len=max_model_len, template=template, **engine or {}
     )
-    serving = Serving(ServerSettings(**settings), model="fake", llm=llm)
-    return ServerUnderTest(llm, runner, sampler, serving, create_app(serving))
+    models = make_models(ServerSettings(**settings), llm=llm)
+    return ServerUnderTest(llm, runner, sampler, models, create_app(models))
+
+
+def make_models(settings: ServerSettings | None = None, **how: Any) -> Models:
+    """Only one: `llm` is there, or `make` makes it when the server starts."""
+    settings = settings or ServerSettings()
+    return Models(settings, [Serving(settings, model="fake", **how)])
 
 
 def make_scripted_llm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import inspect
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 import paged_backend
@@ -30,12 +32,12 @@ from paged_backend.cli.jsonl import JsonLines
 from paged_backend.cli.options import ENGINE_OPTIONS
 from paged_backend.cli.progress import as_they_finish
 from paged_backend.engine.scheduler import SchedulerOutput
-from paged_backend.server.serving import Serving
+from paged_backend.server.models import Models
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("serve", "chat", "generate", "run-batch", "demo")
+COMMANDS = ("serve", "chat", "generate", "run-batch", "bench", "demo")
 # What EngineConfig has, and what there is to set: these make no difference yet.
-WITHOUT_EFFECT = {"enforce_eager", "quantization", "tensor_parallel_size", "swap_space"}
+WITHOUT_EFFECT = {"enforce_eager", "quantization"}
 
 
 def run(*arguments: str, text: str | None = None) -> Result:
@@ -102,44 +104,137 @@ def test_without_the_extra_it_says_how_to_install_it(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def served(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> list[Serving]:
+def served(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> list[Models]:
     """What `serve` would serve."""
-    served: list[Serving] = []
+    served: list[Models] = []
 
-    def note(make: Any, serving: Serving) -> None:
-        served.append(serving)
-        make().close()
+    def note(models: Models) -> None:
+        served.append(models)
+        asyncio.run(models.start())
+        asyncio.run(models.close())
 
     monkeypatch.setattr(serve_module, "run", note)
     return served
 
 
-def test_options_reach_the_server_and_the_engine(served: list[Serving], fakes: Fakes, tmp_path: Path) -> None:
+def test_options_reach_the_server_and_the_engine(served: list[Models], fakes: Fakes, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n\n two \n")
     arguments = ("--port", "9", "--api-key", "zero", "--api-key-file", str(tmp_path / "keys"), "--cors-origin", "*")
     engine = ("--max-num-seqs", "3", "--no-enable-prefix-caching", "--speculative-config", '{"method": "ngram"}')
     names = ("--served-model-name", "a", "--served-model-name", "b")
     assert run("serve", "m", *arguments, *engine, *names).exit_code == 0
-    (serving,) = served
-    settings = serving.settings
+    (models,) = served
+    settings = models.settings
     assert (settings.port, settings.api_keys, settings.cors_origins) == (9, ("zero", "one", "two"), ("*",))
-    assert serving.model_names == ("a", "b")
+    assert models.names == ["a", "b"]
     assert fakes.made == [
         ("m", {"max_num_seqs": 3, "enable_prefix_caching": False, "speculative_config": {"method": "ngram"}})
     ]
 
 
 def test_a_file_of_options_counts_unless_the_command_line_says_otherwise(
-    served: list[Serving], fakes: Fakes, tmp_path: Path
+    served: list[Models], fakes: Fakes, tmp_path: Path
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text("model: m\nport: 9\nhost: 0.0.0.0\nserved-model-name: a\napi_key: [x, y]\nmax-num-seqs: 3\n")
     assert run("serve", "--config", str(config), "--port", "10").exit_code == 0
-    (serving,) = served
-    settings = serving.settings
+    (models,) = served
+    settings = models.settings
     assert (settings.port, settings.host, settings.api_keys) == (10, "0.0.0.0", ("x", "y"))
-    assert serving.model_names == ("a",)
+    assert models.names == ["a"]
     assert fakes.made == [("m", {"max_num_seqs": 3})]
+
+
+def test_several_models_have_a_name_each(served: list[Models], fakes: Fakes) -> None:
+    arguments = ("--model-idle-timeout", "60", "--served-model-name", "x", "y", "--api-key", "k", "l", "--port", "9")
+    assert run("serve", "a", "b", *arguments).exit_code == 0
+    (models,) = served
+    assert models.names == ["x", "y"] and fakes.made == []
+    assert (models.settings.api_keys, models.settings.model_idle_timeout) == (("k", "l"), 60)
+    assert run("serve", "a", "b").exit_code == 0
+    assert served[1].names == ["a", "b"]
+
+
+def test_several_models_may_stand_in_a_file(served: list[Models], tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: [a, b]\nserved-model-name: [x, y]\n")
+    assert run("serve", "--config", str(config)).exit_code == 0
+    assert served[0].names == ["x", "y"]
+
+
+# A value other than the default for each option of `serve`, as in a file.
+SERVER_OPTIONS: dict[str, Any] = {
+    "host": "0.0.0.0",
+    "port": 9,
+    "uds": "/tmp/socket",
+    "served_model_name": ["x", "y"],
+    "model_idle_timeout": 60.0,
+    "api_key": ["k", "l"],
+    "metrics_port": 10,
+    "otlp_endpoint": "http://localhost:4318",
+    "request_timeout": 5.0,
+    "shutdown_timeout": 6.0,
+    "max_body_bytes": 1000,
+    "cors_origin": ["*"],
+    "root_path": "/api",
+    "ssl_certfile": "cert.pem",
+    "ssl_keyfile": "key.pem",
+    "log_level": "debug",
+}
+ENGINE_VALUES: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 100,
+    "kv_cache_memory": "1GiB",
+    "gpu_memory_utilization": 0.5,
+    "block_size": 8,
+    "swap_space": 0.0,
+    "tensor_parallel_size": 1,
+    "num_gpu_blocks_override": 50,
+    "enable_prefix_caching": False,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 64,
+    "max_num_queued_reqs": 5,
+    "max_logprobs": 7,
+    "speculative_config": {"method": "ngram"},
+    "seed": 4,
+    "trust_remote_code": True,
+    "revision": "main",
+    "chat_template": "{{ messages }}",
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
+    "generation_config": "none",
+    "cache_dir": "/tmp/cache",
+}
+FILE_NAMES = {
+    "served_model_name": "served_model_names",
+    "api_key": "api_keys",
+    "cors_origin": "cors_origins",
+}
+"""Options that settings have as lists."""
+
+
+def test_every_option_may_stand_in_a_file(served: list[Models], fakes: Fakes, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("m")
+    files = {"api_key_file": str(tmp_path / "keys"), "tokenizer": "other"}
+    content = {"model": ["a"], **SERVER_OPTIONS, **ENGINE_VALUES, **files}
+    options = set(inspect.signature(serve_module.serve).parameters) - set(ENGINE_OPTIONS)
+    assert options - {"config", "debug", "ui"} == set(content) - set(ENGINE_OPTIONS), "an option has no value here"
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(content))
+    result = run("serve", "--config", str(config))
+    assert result.exit_code == 0, result.output
+    (models,), ((model, engine),) = served, fakes.made
+    assert (model, engine) == ("a", ENGINE_VALUES)
+    for name, value in SERVER_OPTIONS.items():
+        found = getattr(models.settings, FILE_NAMES.get(name, name))
+        assert found == (tuple(value) if isinstance(value, list) else value) or name == "api_key"
+    assert models.settings.api_keys == ("k", "l", "m")
+
+
+@pytest.mark.parametrize("names", [("x",), ("x", "y", "z"), ("x", "x")])
+def test_names_that_do_not_go_with_the_models_are_refused(fakes: Fakes, names: tuple[str, ...]) -> None:
+    assert "served_model_names" in failed(run("serve", "a", "b", "--served-model-name", *names))
 
 
 @pytest.mark.parametrize(
@@ -365,6 +460,31 @@ def test_a_batch_goes_on_after_a_half_line(fakes: Fakes, tmp_path: Path) -> None
     assert sorted(record["custom_id"] for record in records) == ["0", "1", "2"]
     assert next(record["id"] for record in records if record["custom_id"] == "1") == "x"
     assert not (tmp_path / "out.jsonl.errors").exists()
+
+
+def test_ids_that_are_no_unicode_are_told_apart(fakes: Fakes, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    ids = ["\ud83d", "\ud83e", "?", "zwölf"]
+    requests = [{"custom_id": custom_id, "url": "/v1/completions", "body": {"prompt": "hi"}} for custom_id in ids]
+    bad = {"custom_id": "\ud83f", "url": "/v1/completions", "body": {"prompt": "x", "nope": 1}}
+    source.write_text("".join(json.dumps(request) + "\n" for request in (*requests, bad)))
+    arguments = ("run-batch", "-i", str(source), "-o", str(target), "--model", "m")
+    for _ in range(2):
+        failed(run(*arguments), 3)
+        records = [json.loads(line) for line in target.read_text().splitlines()]
+        assert sorted(record["custom_id"] for record in records) == sorted([*ids, "\ud83f"])
+    assert "zwölf" in target.read_text()
+    (error,) = (tmp_path / "out.jsonl.errors").read_text().splitlines()
+    assert json.loads(error)["custom_id"] == "\ud83f"
+
+
+def test_a_batch_is_never_too_much_for_its_own_queue(fakes: Fakes, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = {"prompt": ["a", "b", "c"], "n": 4, "max_tokens": 1}
+    requests = [{"custom_id": str(index), "url": "/v1/completions", "body": body} for index in range(5)]
+    source.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    arguments = ("run-batch", "-i", str(source), "-o", str(target), "--model", "m", "--max-num-queued-reqs", "2")
+    assert run(*arguments).exit_code == 0
 
 
 def test_an_empty_batch_is_done_at_once(fakes: Fakes, tmp_path: Path) -> None:

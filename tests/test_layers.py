@@ -18,7 +18,10 @@ SOURCE_FOLDERS = (ROOT / "kernels", ROOT / "integrations", ROOT)  # a package is
 
 ADAPTERS = ("langchain_paged", "llama_index.llms.paged", "llama_index.embeddings.paged", "transformers_paged")
 FRAMEWORKS = ("langchain", "langchain_core", "langchain_community", "langgraph", "llama_index")
-WEB = ("fastapi", "starlette", "uvicorn", "httpx", "openai", "prometheus_client", "typer", "rich", "yaml")
+WEB = (
+    *("fastapi", "starlette", "uvicorn", "httpx", "openai", "prometheus_client", "typer", "rich", "yaml"),
+    *("opentelemetry", "matplotlib"),
+)
 SERVING = ("paged_backend.server", "paged_backend.cli")
 
 

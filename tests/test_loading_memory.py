@@ -38,7 +38,7 @@ def size_of_weights(folder: Path) -> int:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_little_more_than_the_weights(tmp_path: Path) -> None:
-    """Against a model of next to no weights, with the same tokenizer and on the same code, since these take the same."""
+    """Compared with a model of next to no weights, with the same tokenizer and on the same code."""
     demo = demo_folder()
     shutil.copytree(demo, tmp_path / "tiny", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     tiny = make_model("llama", vocab_size=49152, tie_word_embeddings=True).to(torch.bfloat16)

@@ -432,6 +432,19 @@ def test_a_full_queue_refuses_the_next_request_and_queues_no_part_of_a_list(runn
         assert llm.stats().finished == {"length": 5}
 
 
+def test_a_request_counts_in_the_queue_as_often_as_it_has_samples(runner: FakeRunner) -> None:
+    gate = Gate(runner)
+    with make_llm(runner=runner, block_size=16, max_num_queued_reqs=3) as llm:
+        running = llm.submit([1], params())
+        gate.wait_for_step()
+        queued = llm.submit([1], params(n=2))
+        with pytest.raises(OverloadedError, match="2 requests are queued and 2 more"):
+            llm.submit([1], params(n=2))
+        last = llm.submit([1], params())
+        gate.open()
+        assert [len(handle.result(WAIT_SECONDS).outputs) for handle in (running, queued, last)] == [1, 2, 1]
+
+
 def test_a_request_id_in_use_is_refused(llm: LLM) -> None:
     stream = llm.stream([1, 2], ENDLESS, request_id="x")
     with pytest.raises(InvalidRequestError, match="'x'"):

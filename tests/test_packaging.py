@@ -54,6 +54,12 @@ def source_files() -> Iterator[tuple[str, Path]]:
             yield path.relative_to(base).as_posix(), path
 
 
+def page_files() -> Iterator[str]:
+    """The server's page, which has no Python in it."""
+    for path in (ROOT / "paged_backend/server/static").iterdir():
+        yield path.relative_to(ROOT).as_posix()
+
+
 def run_python(code: str, *, python: Path | str = sys.executable, cwd: Path, path: Path | None = None) -> str:
     """What `python -c code` prints in `cwd`, with nothing but `path` in PYTHONPATH; fails with its stderr."""
     environment = {**os.environ, "PYTHONPATH": str(path or "")}
@@ -178,7 +184,7 @@ def test_wheel_has_every_source_file_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     metadata = {name for name in names if name.partition("/")[0].endswith(".dist-info")}
     typed = {name for name in names if name.endswith("/py.typed")}
-    assert set(names) - metadata - typed == {installed for installed, _ in source_files()}
+    assert set(names) - metadata - typed == {*(installed for installed, _ in source_files()), *page_files()}
     assert [name for name in metadata if name.endswith("/licenses/LICENSE")] != []
 
 

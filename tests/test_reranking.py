@@ -16,6 +16,7 @@ from helpers_models import BOS, EOS, VOCAB_SIZE, make_tokenizer, save_model
 from helpers_server import answered, refusal
 from paged_backend import LLM, InvalidRequestError, LoRARequest, SamplingParams
 from paged_backend.server.app import create_app
+from paged_backend.server.models import Models
 from paged_backend.server.serving import Serving
 from paged_backend.server.settings import ServerSettings
 
@@ -196,7 +197,9 @@ def test_a_classifier_does_nothing_else(llm: LLM) -> None:
 async def post(llm: LLM, path: str, **body: Any) -> Any:
     import httpx
 
-    transport = httpx.ASGITransport(create_app(Serving(ServerSettings(), model="head", llm=llm)))
+    settings = ServerSettings()
+    models = Models(settings, [Serving(settings, model="head", llm=llm)])
+    transport = httpx.ASGITransport(create_app(models))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.post(path, json=body)
 

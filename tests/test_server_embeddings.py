@@ -13,12 +13,11 @@ import openai
 import pytest
 
 from helpers import FakeRunner
-from helpers_server import ServerUnderTest, answered, make_chat_tokenizer, make_server, refusal
+from helpers_server import ServerUnderTest, answered, make_chat_tokenizer, make_models, make_server, refusal
 from paged_backend import LLM, EmbeddingSupport, EncoderBackend
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.server.app import create_app
 from paged_backend.server.batch import answer_line, has_failed, parse_line
-from paged_backend.server.serving import Serving
 from paged_backend.server.settings import ServerSettings
 
 
@@ -41,9 +40,9 @@ def server() -> Iterator[ServerUnderTest]:
         embedding=EmbeddingSupport(size=2, poolings=("mean",), default_pooling="mean"),
     )
     llm = LLM.from_backend(backend)
-    serving = Serving(ServerSettings(api_keys=("key",)), model="fake", llm=llm)
-    yield ServerUnderTest(llm, FakeRunner(), make_server().sampler, serving, create_app(serving))
-    serving.close()
+    models = make_models(ServerSettings(api_keys=("key",)), llm=llm)
+    yield ServerUnderTest(llm, FakeRunner(), make_server().sampler, models, create_app(models))
+    llm.close()
 
 
 async def post(server: ServerUnderTest, path: str, **body: Any) -> Any:
@@ -116,10 +115,10 @@ async def test_documents_come_best_first(server: ServerUnderTest) -> None:
 
 async def test_a_line_of_a_batch_may_ask_for_vectors(server: ServerUnderTest) -> None:
     text = json.dumps({"custom_id": "1", "url": "/v1/embeddings", "body": {"input": ["ab"]}})
-    record = await answer_line(server.serving, parse_line(1, text, ()))
+    record = await answer_line(server.models, parse_line(1, text, ()))
     assert record["response"]["body"]["data"][0]["embedding"] == [97, 98]
     text = json.dumps({"custom_id": "2", "url": "/v1/completions", "body": {"prompt": "ab"}})
-    assert has_failed(await answer_line(server.serving, parse_line(2, text, ())))
+    assert has_failed(await answer_line(server.models, parse_line(2, text, ())))
 
 
 def test_openais_sdk_reads_the_vectors(server: ServerUnderTest) -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from helpers import SchedulerOutput, StepFailure
-from helpers_server import JSON, ServerUnderTest, events_of, make_scripted_llm, make_server, refusal, user
+from helpers_server import JSON, ServerUnderTest, events_of, make_models, make_scripted_llm, make_server, refusal, user
 from paged_backend import LLM, ConfigError
 from paged_backend.server.app import create_app
-from paged_backend.server.serving import Serving
 from paged_backend.server.settings import ServerSettings
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
@@ -106,6 +105,19 @@ async def test_a_lone_surrogate_is_a_400_wherever_it_is(server: ServerUnderTest,
     assert (await server.post("/v1/completions", prompt="a", model=text)).status_code in (400, 404)
 
 
+@pytest.mark.parametrize("path", GENERATING)
+async def test_what_is_far_too_long_is_refused_before_it_is_tokenised(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(max_body_bytes=10**8)
+    monkeypatch.setattr(server.llm.tokenizer, "encode", None)
+    text = "x" * 5_000_000
+    body = {"prompt": text} if path == "/v1/completions" else {"messages": [user(text)]}
+    error = refusal(await server.post(path, **body))
+    assert error["code"] == "context_length_exceeded" and "max_model_len=2048" in error["message"]
+    server.serving.close()
+
+
 async def test_nul_is_text(server: ServerUnderTest) -> None:
     assert (await server.complete("a\0b", max_tokens=1, echo=True))["choices"][0]["text"] == "a\0ba"
 
@@ -196,17 +208,18 @@ async def test_a_closed_engine_is_a_503(stream: bool) -> None:
 
 
 async def test_while_the_model_is_loaded_everything_but_that_answers() -> None:
-    serving = Serving(ServerSettings(), model="fake")
-    server = ServerUnderTest(*make_scripted_llm(), serving, create_app(serving))
+    llm, runner, sampler = make_scripted_llm()
+    models = make_models(make=lambda: llm)
+    server = ServerUnderTest(llm, runner, sampler, models, create_app(models))
     response = await server.post("/v1/completions", prompt="a")
     assert (refusal(response, 503)["code"], response.headers["retry-after"]) == ("loading", "1")
     refusal(await server.get("/ready"), 503)
     assert (await server.get("/version")).status_code == 200
     assert (await server.get("/metrics")).status_code == 200
-    await serving.load(lambda: server.llm)
+    await models.start()
     assert (await server.get("/ready")).status_code == 200
     assert (await server.complete(max_tokens=1))["choices"]
-    serving.close()
+    await models.close()
 
 
 async def test_an_error_of_loading_is_raised() -> None:
@@ -214,12 +227,12 @@ async def test_an_error_of_loading_is_raised() -> None:
         raise ConfigError("no such model")
 
     with pytest.raises(ConfigError, match="no such model"):
-        await Serving(ServerSettings(), model="fake").load(make)
+        await make_models(make=make).start()
 
 
 async def test_while_draining_new_requests_are_told_so() -> None:
     server = make_server()
-    server.serving.is_draining = True
+    server.models.is_draining = True
     response = await server.post("/v1/completions", prompt="a")
     assert (refusal(response, 503)["code"], response.headers["retry-after"]) == ("draining", "1")
     refusal(await server.get("/ready"), 503)

@@ -23,10 +23,9 @@ import pytest
 from langchain_openai import ChatOpenAI
 
 from helpers import WAIT_SECONDS, is_idle, num_ended, wait_until
-from helpers_server import END, ServerUnderTest, make_server, refusal, user
+from helpers_server import END, ServerUnderTest, make_models, make_server, refusal, user
 from paged_backend import LLM
 from paged_backend.server import lifecycle
-from paged_backend.server.serving import Serving
 from paged_backend.server.settings import ServerSettings
 from test_server_errors import failing_after
 
@@ -77,14 +76,14 @@ def test_a_client_that_hangs_up_ends_its_request(server: ServerUnderTest, url: s
     wait_until(lambda: is_idle(server.llm.stats()))
     assert time.monotonic() - start < 1.0
     assert num_ended(server.llm.stats()) == before
-    wait_until(lambda: server.serving.num_active == 0)
+    wait_until(lambda: server.models.num_active == 0)
 
 
 def test_nothing_is_left_of_finished_requests(server: ServerUnderTest, client: openai.OpenAI) -> None:
     for _ in range(50):
         client.completions.create(model="fake", prompt="hi", max_tokens=1)
     assert is_idle(server.llm.stats())
-    assert server.serving.num_active == 0
+    assert server.models.num_active == 0
 
 
 def test_a_reader_who_reads_nothing_is_idle() -> None:
@@ -96,8 +95,8 @@ def test_a_reader_who_reads_nothing_is_idle() -> None:
         host, port = url.removeprefix("http://").split(":")
         connection.connect((host, int(port)))
         connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        wait_until(lambda: server.serving.num_active == 1)
-        wait_until(lambda: server.serving.num_active == 0 and is_idle(server.llm.stats()))
+        wait_until(lambda: server.models.num_active == 1)
+        wait_until(lambda: server.models.num_active == 0 and is_idle(server.llm.stats()))
     server.serving.close()
 
 
@@ -201,12 +200,12 @@ async def test_langchains_model_talks_to_it(server: ServerUnderTest, url: str) -
 def test_metrics_have_a_port_of_their_own_without_a_key() -> None:
     server = make_server()
     settings = ServerSettings(port=free_port(), metrics_port=free_port(), api_keys=("key",))
-    serving = Serving(settings, model="fake")
+    models = make_models(settings, make=lambda: server.llm)
 
     async def run() -> tuple[int, int, str]:
-        running = asyncio.create_task(lifecycle.serve(lambda: server.llm, serving))
+        running = asyncio.create_task(lifecycle.serve(models))
         async with httpx.AsyncClient() as client:
-            while not serving.is_ready or not await is_open(settings.port) or not await is_open(settings.metrics_port):
+            while not models.is_ready or not await is_open(settings.port) or not await is_open(settings.metrics_port):
                 await asyncio.sleep(0.01)
             locked = await client.get(f"http://127.0.0.1:{settings.port}/metrics")
             open_ = await client.get(f"http://127.0.0.1:{settings.metrics_port}/metrics")
@@ -223,19 +222,19 @@ def test_a_drain_lets_requests_finish_and_refuses_new_ones() -> None:
     server = make_server()
     server.sampler.script, server.runner.on_step = [*b"abcdefgh"], lambda output: time.sleep(0.01)
     settings = ServerSettings(port=free_port())
-    serving = Serving(settings, model="fake")
+    models = make_models(settings, make=lambda: server.llm)
 
     async def run() -> tuple[httpx.Response, list[str]]:
-        running = asyncio.create_task(lifecycle.serve(lambda: server.llm, serving))
+        running = asyncio.create_task(lifecycle.serve(models))
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.port}") as client:
-            while not serving.is_ready or not await is_open(settings.port):
+            while not models.is_ready or not await is_open(settings.port):
                 await asyncio.sleep(0.01)
             body = {"prompt": "hi", "max_tokens": 30, "stream": True}
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.aiter_lines()
                 await anext(lines)
                 signal.raise_signal(signal.SIGTERM)
-                while not serving.is_draining:
+                while not models.is_draining:
                     await asyncio.sleep(0.01)
                 refused = await client.post("/v1/completions", json={"prompt": "hi"})
                 rest = [line async for line in lines if line]
@@ -252,7 +251,7 @@ def test_an_address_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = ServerSettings(port=taken.getsockname()[1])
         with pytest.raises(OSError, match="cannot listen on"):
-            lifecycle.run(lambda: make_server().llm, Serving(settings, model="fake"))
+            lifecycle.run(make_models(settings, make=lambda: make_server().llm))
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
@@ -260,7 +259,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
         raise ValueError("no such model")
 
     with pytest.raises(ValueError, match="no such model"):
-        lifecycle.run(make, Serving(ServerSettings(port=free_port()), model="fake"))
+        lifecycle.run(make_models(ServerSettings(port=free_port()), make=make))
 
 
 class Process:

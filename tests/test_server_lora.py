@@ -12,8 +12,9 @@ from helpers_lora import greedy, merged, save_adapter
 from helpers_models import make_model, make_tokenizer
 from helpers_server import answered, refusal
 from paged_backend import LLM, ConfigError
-from paged_backend.cli.serve import _lora_modules
+from paged_backend.cli.serve import _lora_modules, _servings
 from paged_backend.server.app import create_app
+from paged_backend.server.models import Models
 from paged_backend.server.serving import Serving
 from paged_backend.server.settings import ServerSettings
 
@@ -27,35 +28,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def serving(folder: Path) -> Iterator[Serving]:
+def models(folder: Path) -> Iterator[Models]:
     llm = LLM(MODEL, make_tokenizer(), kv_cache_memory="4MiB", enable_lora=True)
     settings = ServerSettings(lora_modules={"sql": str(folder)}, allow_lora_updating=True)
-    serving = Serving(settings, model="base", llm=llm)
-    yield serving
-    serving.close()
+    yield Models(settings, [Serving(settings, model="base", llm=llm)])
+    llm.close()
 
 
-async def post(serving: Serving, path: str, **body: object) -> httpx.Response:
-    transport = httpx.ASGITransport(create_app(serving), raise_app_exceptions=False)
+async def post(models: Models, path: str, **body: object) -> httpx.Response:
+    transport = httpx.ASGITransport(create_app(models), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         return await client.post(path, json=body)
 
 
-async def completed(serving: Serving, model: str) -> list[int]:
+async def completed(models: Models, model: str) -> list[int]:
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
-    reply = answered(await post(serving, "/v1/completions", model=model, **body))
+    reply = answered(await post(models, "/v1/completions", model=model, **body))
     assert reply["model"] == model
     return list(reply["choices"][0]["token_ids"])
 
 
-async def test_the_name_of_a_model_chooses_the_adapter(serving: Serving, folder: Path) -> None:
+async def test_the_name_of_a_model_chooses_the_adapter(models: Models, folder: Path) -> None:
     with_adapter = greedy(merged(MODEL, folder), PROMPT, 8)
-    assert await completed(serving, "base") == greedy(MODEL, PROMPT, 8) != with_adapter
-    assert await completed(serving, "sql") == with_adapter
+    assert await completed(models, "base") == greedy(MODEL, PROMPT, 8) != with_adapter
+    assert await completed(models, "sql") == with_adapter
 
 
-async def test_adapters_are_listed_as_models(serving: Serving, folder: Path) -> None:
-    transport = httpx.ASGITransport(create_app(serving))
+async def test_adapters_are_listed_as_models(models: Models, folder: Path) -> None:
+    transport = httpx.ASGITransport(create_app(models))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         models = answered(await client.get("/v1/models"))["data"]
         one = answered(await client.get("/v1/models/sql"))
@@ -66,33 +66,34 @@ async def test_adapters_are_listed_as_models(serving: Serving, folder: Path) -> 
     assert one == models[1]
 
 
-async def test_chats_and_vectors_take_the_name_too(serving: Serving) -> None:
+async def test_chats_and_vectors_take_the_name_too(models: Models) -> None:
     chat = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 8, "ignore_eos": True}
     texts = [
-        answered(await post(serving, "/v1/chat/completions", model=model, **chat))["choices"][0]["message"]["content"]
+        answered(await post(models, "/v1/chat/completions", model=model, **chat))["choices"][0]["message"]["content"]
         for model in ("base", "sql")
     ]
     vectors = [
-        answered(await post(serving, "/v1/embeddings", model=model, input=PROMPT))["data"][0]["embedding"]
+        answered(await post(models, "/v1/embeddings", model=model, input=PROMPT))["data"][0]["embedding"]
         for model in ("base", "sql")
     ]
     assert texts[0] != texts[1] and vectors[0] != vectors[1]
 
 
-async def test_adapters_come_and_go_while_the_server_runs(serving: Serving, folder: Path) -> None:
+async def test_adapters_come_and_go_while_the_server_runs(models: Models, folder: Path) -> None:
     new = {"lora_name": "new", "lora_path": str(folder)}
-    answered(await post(serving, "/v1/load_lora_adapter", **new))
-    assert await completed(serving, "new") == await completed(serving, "sql")
-    assert "in use" in refusal(await post(serving, "/v1/load_lora_adapter", **new))["message"]
-    answered(await post(serving, "/v1/unload_lora_adapter", lora_name="new"))
-    refusal(await post(serving, "/v1/completions", model="new", prompt=PROMPT), 404)
-    refusal(await post(serving, "/v1/unload_lora_adapter", lora_name="new"), 404)
+    answered(await post(models, "/v1/load_lora_adapter", **new))
+    assert await completed(models, "new") == await completed(models, "sql")
+    assert "in use" in refusal(await post(models, "/v1/load_lora_adapter", **new))["message"]
+    answered(await post(models, "/v1/unload_lora_adapter", lora_name="new"))
+    refusal(await post(models, "/v1/completions", model="new", prompt=PROMPT), 404)
+    refusal(await post(models, "/v1/unload_lora_adapter", lora_name="new"), 404)
     bad = {"lora_name": "bad", "lora_path": str(folder.parent / "none")}
-    assert "adapter_config.json" in refusal(await post(serving, "/v1/load_lora_adapter", **bad))["message"]
+    assert "adapter_config.json" in refusal(await post(models, "/v1/load_lora_adapter", **bad))["message"]
 
 
-async def test_clients_may_not_load_adapters_unless_that_is_allowed(serving: Serving, folder: Path) -> None:
-    closed = Serving(ServerSettings(), model="base", llm=serving.llm)
+async def test_clients_may_not_load_adapters_unless_that_is_allowed(models: Models, folder: Path) -> None:
+    settings = ServerSettings()
+    closed = Models(settings, [Serving(settings, model="base", llm=models.servings[0].llm)])
     response = await post(closed, "/v1/load_lora_adapter", lora_name="a", lora_path=str(folder))
     assert response.status_code == 404
 
@@ -106,10 +107,19 @@ def test_modules_are_given_as_in_vllm() -> None:
         ServerSettings(served_model_names=("a",), lora_modules={"a": "x"})
 
 
-async def test_a_server_whose_adapter_cannot_be_loaded_is_not_ready(folder: Path) -> None:
+async def test_a_server_whose_adapter_cannot_be_loaded_does_not_start(folder: Path) -> None:
     settings = ServerSettings(lora_modules={"bad": str(folder / "none")})
-    serving = Serving(settings, model="base")
+
+    def make() -> LLM:
+        return LLM(MODEL, make_tokenizer(), kv_cache_memory="4MiB", enable_lora=True)
+
+    models = Models(settings, [Serving(settings, model="base", make=make)])
     with pytest.raises(ValueError, match=r"adapter_config\.json"):
-        await serving.load(lambda: LLM(MODEL, make_tokenizer(), kv_cache_memory="4MiB", enable_lora=True))
-    assert not serving.is_ready
-    serving.close()
+        await models.start()
+    assert not models.is_ready
+    await models.close()
+
+
+def test_adapters_need_one_model() -> None:
+    with pytest.raises(ConfigError, match="2 models cannot be served with lora_modules"):
+        _servings(ServerSettings(lora_modules={"a": "x"}), ["one", "two"], {})

@@ -8,6 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from helpers import is_idle, wait_until
 from helpers_server import ServerUnderTest, answered, make_server
 from test_server_errors import failing_after
 from test_server_tools import ARGUMENTS, CALLS, TAKEN_BACK, TEMPLATE, WEATHER, say
@@ -120,6 +121,32 @@ async def test_the_asynchronous_sdk_streams_text(live: tuple[ServerUnderTest, st
         client.messages.stream(model="fake", max_tokens=50, messages=HI) as stream,
     ):
         assert "".join([text async for text in stream.text_stream]) == "abcdefgh"
+
+
+async def test_the_asynchronous_sdk_calls_tools(live: tuple[ServerUnderTest, str], server: ServerUnderTest) -> None:
+    say(server, CALLS)
+    body: dict[str, Any] = {"model": "fake", "max_tokens": 500, "messages": HI, "tools": [TOOL]}
+    async with anthropic.AsyncAnthropic(base_url=live[1], api_key="key", max_retries=0, timeout=20) as client:
+        reply = await client.messages.create(**body)
+        async with client.messages.stream(**body) as stream:
+            streamed = await stream.get_final_message()
+        assert (await client.messages.count_tokens(model="fake", messages=HI)).input_tokens > 0
+        with pytest.raises(anthropic.NotFoundError):
+            await client.messages.create(**body | {"model": "nope"})
+    for one in (reply, streamed):
+        assert [block.input for block in one.content] == ARGUMENTS  # type: ignore[union-attr]
+
+
+async def test_breaking_out_of_its_stream_ends_the_request(
+    live: tuple[ServerUnderTest, str], server: ServerUnderTest
+) -> None:
+    say(server, "a" * 2000)
+    async with (
+        anthropic.AsyncAnthropic(base_url=live[1], api_key="key", max_retries=0, timeout=20) as client,
+        client.messages.stream(model="fake", max_tokens=1500, messages=HI) as stream,
+    ):
+        await anext(stream.text_stream)
+    wait_until(lambda: is_idle(server.llm.stats()))
 
 
 def test_the_sdk_raises_its_own_errors(server: ServerUnderTest, client: anthropic.Anthropic) -> None:

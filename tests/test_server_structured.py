@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
 
 from helpers import FakeRunner
-from helpers_server import CHAT_TEMPLATE, ScriptedSampler, ServerUnderTest, make_server, refusal, user
+from helpers_server import CHAT_TEMPLATE, ScriptedSampler, ServerUnderTest, make_models, make_server, refusal, user
 from helpers_structured import make_llm
 from paged_backend.server.app import create_app
-from paged_backend.server.serving import Serving
-from paged_backend.server.settings import ServerSettings
 
 PERSON = {
     "type": "object",
@@ -30,9 +31,9 @@ AS_PERSON = {"type": "json_schema", "json_schema": {"name": "person", "schema": 
 def server() -> Iterator[ServerUnderTest]:
     llm = make_llm()
     llm.get_tokenizer().chat_template = CHAT_TEMPLATE
-    serving = Serving(ServerSettings(), model="fake", llm=llm)
-    yield ServerUnderTest(llm, FakeRunner(), ScriptedSampler(), serving, create_app(serving))
-    serving.close()
+    models = make_models(llm=llm)
+    yield ServerUnderTest(llm, FakeRunner(), ScriptedSampler(), models, create_app(models))
+    llm.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -56,6 +57,27 @@ async def test_every_kind_of_structure_is_followed(server: ServerUnderTest) -> N
     assert re.fullmatch("[a-c]{3}x", await text(regex="[a-c]{3}x"))
     assert await text(grammar='root ::= "hello"') == "hello"
     assert await text(json={"const": 5}) == "5"
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=10)
+    age: int = Field(ge=0, le=99)
+
+
+async def test_the_sdks_get_objects(server: ServerUnderTest) -> None:
+    with server.live() as url:
+        body: dict[str, Any] = {"model": "fake", "messages": [user("hi")], "response_format": Person, "seed": 1}
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=20) as client:
+            assert isinstance(client.chat.completions.parse(**body).choices[0].message.parsed, Person)
+            with client.chat.completions.stream(**body) as stream:
+                assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=20) as asynchronous:
+            reply = await asynchronous.chat.completions.parse(**body)
+            assert isinstance(reply.choices[0].message.parsed, Person)
+        model = ChatOpenAI(model="fake", base_url=f"{url}/v1", api_key="x", seed=1)  # type: ignore[arg-type]
+        for method in ("json_schema", "function_calling"):
+            structured = model.with_structured_output(Person, method=method)  # type: ignore[arg-type]
+            assert isinstance(await structured.ainvoke("hi"), Person)
 
 
 async def test_text_is_no_structure(server: ServerUnderTest) -> None:

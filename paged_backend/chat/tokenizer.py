@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paged_backend.chat.call_format import CallFormat
 from paged_backend.chat.messages import Message, normalised
 from paged_backend.chat.template_support import TemplateSupport, adapted, support_of
+from paged_backend.chat.token_length import longest_token
 from paged_backend.chat.tool_parsers.hermes import HermesParser
 from paged_backend.engine.output_processor import TextDecoder
 from paged_backend.errors import InvalidRequestError
@@ -74,6 +75,14 @@ class Tokenizer:
         cut = {} if limit is None else {"truncation": "longest_first", "max_length": limit}
         encoded = self._tokenizer(first, second, verbose=False, **cut)
         return encoded["input_ids"], encoded.get("token_type_ids")
+
+    def min_num_tokens(self, text: str) -> int:
+        """At least so many tokens a text has, known without tokenising it; 0 if nothing is known."""
+        return -(-len(text) // self._longest_token) if self._longest_token else 0
+
+    @functools.cached_property
+    def _longest_token(self) -> int | None:
+        return None if self.backend is None else longest_token(self.backend)
 
     @property
     def num_final_special_tokens(self) -> int:

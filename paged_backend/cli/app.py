@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 import paged_backend
+from paged_backend.cli.bench import bench
 from paged_backend.cli.chat import chat
 from paged_backend.cli.demo import demo
 from paged_backend.cli.generate import generate
+from paged_backend.cli.options import ManyValuesCommand
 from paged_backend.cli.run_batch import run_batch
 from paged_backend.cli.serve import serve
 
@@ -21,10 +23,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 done but for some lines of a file, 130 interrupted.",
 )
-app.command()(serve)
+app.command(cls=ManyValuesCommand)(serve)
 app.command()(chat)
 app.command()(generate)
 app.command("run-batch")(run_batch)
+app.command()(bench)
 app.command()(demo)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from paged_backend import LLM, ConfigError, EngineDeadError, PagedBackendError, RequestHandle, RequestOutputKind
-from paged_backend.cli.jsonl import JsonLines, input_lines, replace_atomically
+from paged_backend.cli.jsonl import JsonLines, input_lines, json_line, replace_atomically
 from paged_backend.cli.options import INCOMPLETE, Engine, command, start_logging
 from paged_backend.cli.progress import as_they_finish, at_once, progress_bar, watched
 
@@ -55,8 +55,9 @@ def generate(
     job = _Job(input_path, output_path, partial, {"model": model, "chat": chat, **sampling})
     lines = job.lines()
     tokenizer = engine.pop("tokenizer", None)
+    limit = engine.pop("max_num_queued_reqs", None)  # a job keeps to it by itself: none of its lines is refused
     with LLM(model, tokenizer, **engine) as llm:
-        errors = asyncio.run(job.run(llm, lines))
+        errors = asyncio.run(job.run(llm, lines, limit))
     for number, error in errors[:_SHOWN_ERRORS]:
         typer.secho(f"prompt {number}: {error}", fg="yellow", err=True)
     if errors:
@@ -78,7 +79,7 @@ class _Job:
             numbered = [(number, text) for number, text in numbered if text is None or text.strip()]
         return [_Line(index, text) for index, (_, text) in enumerate(numbered)]
 
-    async def run(self, llm: LLM, lines: list[_Line]) -> list[tuple[int, str]]:
+    async def run(self, llm: LLM, lines: list[_Line], limit: int | None) -> list[tuple[int, str]]:
         """The prompts that failed, counted from 1, and why."""
         with JsonLines(self._partial) as journal:
             entries = self._resumed(journal, lines)
@@ -86,7 +87,7 @@ class _Job:
             with progress_bar(len(lines), len(entries)) as bar:
                 async with watched(bar, llm):
                     async for entry in as_they_finish(
-                        left, lambda line: self._complete(llm, line), at_once=at_once(llm)
+                        left, lambda line: self._complete(llm, line), at_once=at_once(llm, limit)
                     ):
                         journal.append(entry)
                         entries[entry["index"]] = entry
@@ -160,7 +161,7 @@ class _Job:
         for index in sorted(entries):
             entry = entries[index]
             if self._target.suffix == ".jsonl":
-                yield json.dumps(entry, ensure_ascii=False)
+                yield json_line(entry)
             else:
                 yield entry.get("text", "").replace("\\", "\\\\").replace("\r", "\\r").replace("\n", "\\n")
 

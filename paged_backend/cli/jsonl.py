@@ -30,7 +30,7 @@ class JsonLines:
                     yield entry
 
     def append(self, entry: dict[str, Any]) -> None:
-        data = (json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "replace")
+        data = (json_line(entry) + "\n").encode()
         while data:  # a write may be cut short, if the disk is full say
             data = data[os.write(self._file, data) :]
 
@@ -41,6 +41,16 @@ class JsonLines:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._file)
+
+
+def json_line(entry: Any) -> str:
+    """As readable text; as ASCII if it holds what is no Unicode text, so that nothing of it is lost."""
+    line = json.dumps(entry, ensure_ascii=False)
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return json.dumps(entry)
+    return line
 
 
 def replace_atomically(path: Path, lines: Iterator[str]) -> None:

@@ -8,12 +8,13 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 import yaml
+from typer.core import TyperCommand
 
 from paged_backend import EngineConfig, PagedBackendError
 
@@ -48,6 +49,8 @@ ENGINE_OPTIONS: Mapping[str, _Option] = {
     "kv_cache_memory": _Option(str, "Memory of the KV cache, as 2GiB or in bytes."),
     "gpu_memory_utilization": _Option(float, "Share of the free memory for the KV cache, if its memory is not given."),
     "block_size": _Option(int, "Tokens per block."),
+    "swap_space": _Option(float, "GiB of memory for preempted requests; only 0 yet: they are recomputed."),
+    "tensor_parallel_size": _Option(int, "Devices that share a model; only 1 yet."),
     "num_gpu_blocks_override": _Option(int, "Number of blocks, whatever the memory."),
     "enable_prefix_caching": _Option(
         bool,
@@ -99,6 +102,30 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+class ManyValuesCommand(TyperCommand):
+    """A command whose repeatable options take several values at once, as in vLLM, if the models stand before them:
+    `serve A B --served-model-name a b`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0].startswith("-"):
+            return super().parse_args(ctx, args)
+        flags = {flag for option in self.params if getattr(option, "multiple", False) for flag in option.opts}
+        return super().parse_args(ctx, list(_repeated(args, flags)))
+
+
+def _repeated(args: Iterable[str], flags: Container[str]) -> Iterator[str]:
+    """With the flag before each of its values."""
+    flag, has_value = None, False
+    for arg in args:
+        if arg.startswith("-"):
+            flag, has_value = (arg if arg in flags else None), False
+        elif flag is not None and has_value:
+            yield flag
+        else:
+            has_value = True
+        yield arg
 
 
 def start_logging(level: str) -> None:
@@ -164,7 +191,7 @@ def _read_config(context: typer.Context, path: Path) -> dict[str, Any]:
             nearest = difflib.get_close_matches(name, parameters, n=1)
             hint = f"; did you mean {nearest[0].replace('_', '-')!r}?" if nearest else ""
             raise typer.BadParameter(f"{path} has {key!r}, which is no option of this command{hint}")
-        takes_many = getattr(parameters[name], "multiple", False)
+        takes_many = getattr(parameters[name], "multiple", False) or parameters[name].nargs == -1
         result[name] = [value] if takes_many and not isinstance(value, list) else value
     return result
 

@@ -36,10 +36,10 @@ async def as_they_finish(items: Iterable[T], work: Callable[[T], Awaitable[R]], 
         await asyncio.gather(*running, *done, return_exceptions=True)
 
 
-def at_once(llm: LLM) -> int:
-    """Enough to fill the batches and have the next ones waiting, within the queue's limit."""
-    limit = llm.config.max_num_queued_reqs
-    return min(2 * llm.config.max_num_seqs, limit or 2 * llm.config.max_num_seqs)
+def at_once(llm: LLM, limit: int | None) -> int:
+    """Enough to fill the batches and have the next ones waiting, within the limit of the queue."""
+    enough = 2 * llm.config.max_num_seqs
+    return min(enough, limit or enough)
 
 
 class Bar:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from paged_backend import LLM, ConfigError
-from paged_backend.cli.jsonl import JsonLines, input_lines, replace_atomically
+from paged_backend.cli.jsonl import JsonLines, input_lines, json_line, replace_atomically
 from paged_backend.cli.options import INCOMPLETE, Engine, command, start_logging
 from paged_backend.cli.progress import as_they_finish, at_once, progress_bar, watched
 from paged_backend.server.batch import BadLine, BatchLine, answer_line, has_failed, parse_line
+from paged_backend.server.models import Models
 from paged_backend.server.serving import Serving
 from paged_backend.server.settings import ServerSettings
 
@@ -43,28 +43,31 @@ def run_batch(
         raise ConfigError(f"{output_file} is the input too; give another --output-file")
     names = (*(served_model_name or ()), model)
     tokenizer = engine.pop("tokenizer", None)
-    job = _Job(input_file, output_file, error_file or output_file.with_name(output_file.name + ".errors"))
+    limit = engine.pop("max_num_queued_reqs", None)  # a job keeps to it by itself: none of its lines is refused
+    job = _Job(input_file, output_file, error_file or output_file.with_name(output_file.name + ".errors"), limit)
     with LLM(model, tokenizer, **engine) as llm:
-        num_failed = asyncio.run(job.run(Serving(ServerSettings(served_model_names=names), model=model, llm=llm)))
+        settings = ServerSettings(served_model_names=names)
+        num_failed = asyncio.run(job.run(llm, Models(settings, [Serving(settings, model=model, llm=llm)])))
     if num_failed:
         typer.secho(f"{num_failed} lines failed; they are in {job.error_file}", fg="yellow", err=True)
         raise typer.Exit(INCOMPLETE)
 
 
 class _Job:
-    def __init__(self, input_file: Path, output_file: Path, error_file: Path) -> None:
+    def __init__(self, input_file: Path, output_file: Path, error_file: Path, limit: int | None) -> None:
         self._input_file, self._output_file, self.error_file = input_file, output_file, error_file
+        self._limit = limit
 
-    async def run(self, serving: Serving) -> int:
+    async def run(self, llm: LLM, models: Models) -> int:
         """How many lines failed, those of earlier runs among them."""
         total = sum(1 for _ in self._lines())
         with JsonLines(self._output_file) as output:
             done_ids, done_lines = _finished(output)
             with progress_bar(total, len(done_ids) + len(done_lines)) as bar:
-                async with watched(bar, serving.llm):
+                async with watched(bar, llm):
                     left = self._left(done_ids, done_lines)
                     async for record in as_they_finish(
-                        left, lambda line: _answer(serving, line), at_once=at_once(serving.llm)
+                        left, lambda line: _answer(models, line), at_once=at_once(llm, self._limit)
                     ):
                         output.append(record)
                         bar.advance(_num_tokens(record))
@@ -92,13 +95,13 @@ class _Job:
 
     def _report(self, failed: list[dict[str, Any]]) -> None:
         if failed:
-            replace_atomically(self.error_file, (json.dumps(record, ensure_ascii=False) for record in failed))
+            replace_atomically(self.error_file, map(json_line, failed))
         else:
             self.error_file.unlink(missing_ok=True)
 
 
-async def _answer(serving: Serving, line: BatchLine | BadLine) -> dict[str, Any]:
-    return line.record if isinstance(line, BadLine) else await answer_line(serving, line)
+async def _answer(models: Models, line: BatchLine | BadLine) -> dict[str, Any]:
+    return line.record if isinstance(line, BadLine) else await answer_line(models, line)
 
 
 def _finished(output: JsonLines) -> tuple[set[str], set[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 BlockKey = tuple[object, tuple[int, ...]]
@@ -32,6 +32,8 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_evictions = 0
+        self.num_touched = 0
+        """Blocks from this one on have never been handed out."""
         self._ref_counts = [0] * num_blocks
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._cached: dict[BlockKey, CachedBlock] = {}
@@ -61,6 +63,7 @@ class BlockPool:
             self.num_evictions += 1
             self.unpublish(block)
         self._ref_counts[block] = 1
+        self.num_touched = max(self.num_touched, block + 1)
         return block
 
     def share(self, block: int) -> None:
@@ -81,6 +84,10 @@ class BlockPool:
 
     def find(self, key: BlockKey) -> CachedBlock | None:
         return self._cached.get(key)
+
+    def findable(self) -> Iterator[int]:
+        """The blocks that can be found, used and free ones."""
+        return (cached.block for cached in self._cached.values())
 
     def publish(self, block: int, key: BlockKey) -> int:
         """Let others find the block; returns the prefix id to chain the next block's key to.

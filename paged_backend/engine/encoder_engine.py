@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Protocol
 
 from paged_backend.engine.engine import EngineOutput, engine_error, timeout_error
+from paged_backend.engine.kv_map import KVMap
 from paged_backend.engine.metrics import EngineStats
 from paged_backend.engine.request import FinishReason, Request, Status
 from paged_backend.outputs import CompletionOutput
@@ -103,6 +104,10 @@ class EncoderEngine:
             finished=dict(self._finished),
             failed=dict(self._failed),
         )
+
+    def kv_map(self, max_cells: int) -> KVMap:
+        """It is empty."""
+        return KVMap(stats=self.stats())
 
     def _next_batch(self) -> list[Request]:
         while self._batches or self._waiting:

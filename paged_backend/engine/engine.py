@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from paged_backend.engine.beam_search import Candidate
 from paged_backend.engine.beams import conclude, move_on
+from paged_backend.engine.kv_map import KVMap, kv_map
 from paged_backend.engine.metrics import EngineMetrics, EngineStats
 from paged_backend.engine.output_processor import OutputProcessor, RawLogprobs, SampledToken
 from paged_backend.engine.request import FinishReason, Request, Sequence, Status
@@ -133,6 +134,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self._metrics.stats(self._scheduler)
+
+    def kv_map(self, max_cells: int) -> KVMap:
+        return kv_map(self._scheduler, self.stats(), max_cells)
 
     def _expire(self) -> list[EngineOutput]:
         now = time.monotonic()

@@ -167,9 +167,10 @@ class EngineLoop:
             for request in shared.unstarted
             if request.metrics.first_scheduled_time is None and request.request_id in shared.readers
         ]
-        if len(shared.unstarted) + len(requests) > limit:
+        num_queued, num_more = (sum(request.params.n for request in some) for some in (shared.unstarted, requests))
+        if num_queued + num_more > limit:
             raise OverloadedError(
-                f"{len(shared.unstarted)} requests are queued and {len(requests)} more would exceed "
+                f"{num_queued} requests are queued and {num_more} more would exceed "
                 f"max_num_queued_reqs={limit}; try again later, send fewer at once or raise the limit"
             )
         shared.unstarted += requests

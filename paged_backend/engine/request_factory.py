@@ -129,6 +129,17 @@ class RequestFactory:
             raise InvalidRequestError("this engine's runner gives no embeddings")
         return self._limits.embedding.params(pooling, normalize, dimensions)
 
+    def check_length(self, num_at_least: int) -> None:
+        """Raises InvalidRequestError for a prompt of at least so many tokens if they are too many in any case."""
+        limits = self._limits
+        if num_at_least > limits.max_len:
+            limit = (
+                f"the model's limit is max_model_len={limits.max_model_len}; shorten the prompt"
+                if limits.max_model_len <= limits.num_slots
+                else f"the KV cache holds {limits.num_slots}; shorten the prompt or raise kv_cache_memory"
+            )
+            raise InvalidRequestError(f"the prompt has {num_at_least} tokens or more, but {limit}")
+
     def check(self, prompt_token_ids: list[int], params: SamplingParams, options: RequestOptions) -> None:
         """Raises InvalidRequestError for what can never be served."""
         if options.pooling is None:

@@ -64,8 +64,11 @@ def allocate(
     return [(tensor(spec, spec.head_size), tensor(spec, spec.value_head_size)) for spec in specs]
 
 
-def available_memory(device: torch.device) -> int:
+def available_memory(device: torch.device | str = "auto") -> int:
     """Free bytes on the device; on a CPU, within the limit of the container if there is one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min(int(psutil.virtual_memory().available), *_cgroup_memory())

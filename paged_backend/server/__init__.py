@@ -1,1 +1,1 @@
-"""The OpenAI HTTP API over one `LLM`: `paged-backend serve MODEL`."""
+"""The OpenAI HTTP API over one or several models: `paged-backend serve MODEL ...`."""

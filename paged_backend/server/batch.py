@@ -10,27 +10,30 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from paged_backend import EngineDeadError
-from paged_backend.server import chat, completions, embeddings, scoring
+from paged_backend.server import chat, completions, embeddings, responses, scoring
 from paged_backend.server.errors import ApiError, described, invalid_body
+from paged_backend.server.models import Models
 from paged_backend.server.protocol import (
-    Body,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    ModelBody,
     RerankRequest,
     ScoreRequest,
 )
+from paged_backend.server.responses_protocol import ResponsesRequest
 from paged_backend.server.serving import Serving
 
 
 class _Route(NamedTuple):
-    model: type[Body]
+    body: type[ModelBody]
     answer: Callable[[Serving, Any], Awaitable[dict[str, Any]]]
 
 
 _ROUTES = {
     "/v1/chat/completions": _Route(ChatRequest, chat.answer),
     "/v1/completions": _Route(CompletionRequest, completions.complete),
+    "/v1/responses": _Route(ResponsesRequest, responses.respond),
     "/v1/embeddings": _Route(EmbeddingRequest, embeddings.embed),
     "/v1/score": _Route(ScoreRequest, scoring.score),
     "/v1/rerank": _Route(RerankRequest, scoring.rerank),
@@ -86,12 +89,14 @@ def _checked_request(number: int, custom_id: str, content: dict[str, Any]) -> tu
     return url, body
 
 
-async def answer_line(serving: Serving, line: BatchLine) -> dict[str, Any]:
+async def answer_line(models: Models, line: BatchLine) -> dict[str, Any]:
     """The line's record: what the route answers, refusals too. Raises EngineDeadError, which is no answer."""
     route = _ROUTES[line.url]
     status, body = 200, dict[str, Any]()
     try:
-        body = await route.answer(serving, route.model.model_validate(line.body))
+        request = route.body.model_validate(line.body)
+        async with models.using(request.model) as serving:
+            body = await route.answer(serving, request)
     except Exception as error:
         refusal = _refusal(error)
         if refusal.status_code == 503:

@@ -40,7 +40,6 @@ async def stream_answer(serving: Serving, body: ChatRequest) -> AsyncGenerator[E
 
 async def submit(serving: Serving, body: ChatRequest) -> RequestHandle:
     """Queue a chat; raises what says why it cannot be served."""
-    serving.check_model(body.model)
     llm = serving.llm
 
     def prepare() -> RequestHandle:

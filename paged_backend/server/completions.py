@@ -39,7 +39,6 @@ async def stream_completion(serving: Serving, body: CompletionRequest) -> AsyncG
 
 
 async def _submit(serving: Serving, body: CompletionRequest) -> tuple[list[RequestHandle], _Reply]:
-    serving.check_model(body.model)
     llm = serving.llm
 
     def prepare() -> tuple[list[RequestHandle], _Reply]:

@@ -34,7 +34,6 @@ async def _outputs(
     prompts: Sequence[str | list[int]],
     **options: Any,
 ) -> list[EmbeddingRequestOutput]:
-    serving.check_model(body.model)
     return await serving.llm.aembed(
         prompts,
         truncate_prompt_tokens=body.truncate_prompt_tokens,

@@ -24,6 +24,7 @@ from paged_backend import (
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
 _NAMED_FIELD = re.compile(r"^(?:prompt \d+: )?(\w+?)(?:\[|=| has the token id)")
@@ -66,8 +67,7 @@ class JSONReply(JSONResponse):
 
 
 def encode_json(content: Any) -> bytes:
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace")
+    return _ENCODER.encode(content).encode("utf-8", "replace")
 
 
 def described(error: Exception) -> ApiError:

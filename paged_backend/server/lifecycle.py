@@ -13,10 +13,11 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from paged_backend import LLM
 from paged_backend.server.app import add_metrics, create_app
-from paged_backend.server.serving import Serving
+from paged_backend.server.models import Models
 from paged_backend.server.settings import ServerSettings
+from paged_backend.server.throughput_log import log_when_busy
+from paged_backend.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -25,43 +26,45 @@ _ABORT_SECONDS = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def run(make: Callable[[], LLM], serving: Serving) -> None:
-    """Serve until a signal says stop; raises what `make` raises, and OSError for an address that cannot be used.
+def run(models: Models) -> None:
+    """Serve until a signal says stop; raises what loading the only model raises, and OSError for an address that cannot
+    be used.
 
     The first SIGTERM or SIGINT drains: requests that run may finish, for `shutdown_timeout` seconds, new ones are told
     503. A second one ends them at once.
     """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(serve(make, serving))
+        runner.run(serve(models))
 
 
-async def serve(make: Callable[[], LLM], serving: Serving) -> None:
+async def serve(models: Models) -> None:
     """`run` in a running event loop."""
-    settings = serving.settings
-    servers = [_Server(_config(create_app(serving), settings))]
+    settings = models.settings
+    tracing = None if settings.otlp_endpoint is None else Tracing(settings.otlp_endpoint)
+    servers = [_Server(_config(create_app(models, tracing), settings))]
     if settings.metrics_port is not None:
-        servers.append(_Server(_metrics_config(serving, settings)))
-    drain = _Drain(serving)
+        servers.append(_Server(_metrics_config(models, settings)))
+    drain = _Drain(models)
     with drain.on_signals():
         listening = [asyncio.create_task(server.listen()) for server in servers]
-        loading = asyncio.create_task(serving.load(make))
         stopping = asyncio.create_task(drain.wait())
+        working = [asyncio.create_task(work) for work in (models.start(), models.unload_idle(), log_when_busy(models))]
         try:
-            await _until_stopped(loading, stopping, listening)
+            await _until_stopped(stopping, [*working, *listening])
         finally:
-            loading.cancel()
-            stopping.cancel()
+            for task in (stopping, *working):
+                task.cancel()
             for server in servers:
                 server.should_exit = True
             await asyncio.gather(*listening, return_exceptions=True)
-            await asyncio.to_thread(serving.close)
+            await models.close()
+            if tracing is not None:
+                await asyncio.to_thread(tracing.close)
 
 
-async def _until_stopped(
-    loading: asyncio.Task[None], stopping: asyncio.Task[None], listening: list[asyncio.Task[None]]
-) -> None:
+async def _until_stopped(stopping: asyncio.Task[None], others: list[asyncio.Task[None]]) -> None:
     """Until the drain is over; raises what goes wrong before."""
-    waiting: set[asyncio.Task[None]] = {loading, stopping, *listening}
+    waiting = {stopping, *others}
     while not stopping.done():
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         waiting -= done
@@ -72,8 +75,8 @@ async def _until_stopped(
 class _Drain:
     """What the signals ask for: first to finish, then to stop."""
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._first = asyncio.Event()
         self._second = asyncio.Event()
 
@@ -97,22 +100,22 @@ class _Drain:
     async def wait(self) -> None:
         """Until everything is answered, after the first signal, or nothing more can be waited for."""
         await self._first.wait()
-        serving, settings = self._serving, self._serving.settings
-        serving.is_draining = True
-        logger.info("draining %d requests, for %g s at most", serving.num_active, settings.shutdown_timeout)
+        models, settings = self._models, self._models.settings
+        models.is_draining = True
+        logger.info("draining %d requests, for %g s at most", models.num_active, settings.shutdown_timeout)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(settings.shutdown_timeout):
                 await self._idle_or_told()
-        if serving.num_active:
-            logger.warning("aborting %d requests", serving.num_active)
-            await asyncio.to_thread(serving.close)  # each of them ends with an error
+        if models.num_active:
+            logger.warning("aborting %d requests", models.num_active)
+            await models.close()  # each of them ends with an error
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_ABORT_SECONDS):
-                    while serving.num_active:
+                    while models.num_active:
                         await asyncio.sleep(_POLL_SECONDS)
 
     async def _idle_or_told(self) -> None:
-        while self._serving.num_active and not self._second.is_set():
+        while self._models.num_active and not self._second.is_set():
             await asyncio.sleep(_POLL_SECONDS)
 
 
@@ -143,9 +146,9 @@ def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
     )
 
 
-def _metrics_config(serving: Serving, settings: ServerSettings) -> uvicorn.Config:
+def _metrics_config(models: Models, settings: ServerSettings) -> uvicorn.Config:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    add_metrics(app, serving)
+    add_metrics(app, models)
     assert settings.metrics_port is not None
     return _uvicorn_config(app, settings, port=settings.metrics_port, access_log=False)
 

@@ -48,7 +48,6 @@ async def stream_message(serving: Serving, body: MessagesRequest) -> AsyncGenera
 
 async def count_tokens(serving: Serving, body: CountTokensRequest) -> dict[str, int]:
     """How long the prompt of such a message is."""
-    serving.check_model(body.model)
     wish = as_chat(MessagesRequest(**body.model_dump(exclude_none=True), max_tokens=1))
     token_ids = await serving.prepare(
         serving.llm.encode_chat,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter as Counter_
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -38,6 +39,8 @@ _HISTOGRAMS = {
     "request_decode_time_seconds": ("From the first token of a request to its last.", _REQUEST_BUCKETS),
     "request_prompt_tokens": ("Tokens of a prompt.", _COUNT_BUCKETS),
     "request_generation_tokens": ("Tokens generated for a request.", _COUNT_BUCKETS),
+    "request_max_num_generation_tokens": ("Tokens of the longest of a request's outputs.", _COUNT_BUCKETS),
+    "request_prefill_kv_computed_tokens": ("Tokens of a prompt that were computed.", _COUNT_BUCKETS),
     "request_num_preemptions": ("How often a request was preempted.", _N_BUCKETS),
     "request_params_n": ("How many outputs a request asked for.", _N_BUCKETS),
 }
@@ -46,11 +49,27 @@ _COUNTERS = {
     "prompt_tokens_cached": "Of these, found in the prefix cache.",
 }
 
+_BY_SOURCE = ("local_compute", "local_cache_hit")
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""The peers' words; here a model is loaded or not."""
+_ENGINE_COUNTERS = {
+    "prefix_cache_queries": ("Prompt tokens looked up.", "num_prefix_queried_tokens"),
+    "prefix_cache_hits": ("Prompt tokens found.", "num_prefix_hit_tokens"),
+    "num_preemptions": ("Sequences that gave their blocks back.", "num_preemptions"),
+    "generation_tokens": ("Tokens generated.", "num_generated_tokens"),
+    "spec_decode_num_draft_tokens": ("Guesses checked.", "num_draft_tokens"),
+    "spec_decode_num_accepted_tokens": ("Guesses that were right.", "num_accepted_tokens"),
+}
+
 
 class Metrics:
-    """Histograms and counters of the server's requests, and the engine's own counters as of the last scrape."""
+    """Histograms and counters of a model's requests, and its engine's own counters as of the last scrape.
+
+    They go on where they were when the engine is unloaded and loaded again.
+    """
 
     def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
         self._labels = (model_name, "0")
         self._registry = CollectorRegistry()
         self._engine = _EngineCollector(self._labels)
@@ -65,6 +84,14 @@ class Metrics:
             name: Counter(f"paged:{name}", text, LABELS, registry=self._registry).labels(*self._labels)
             for name, text in _COUNTERS.items()
         }
+        self._by_source = Counter(
+            "paged:prompt_tokens_by_source",
+            "Tokens of the prompts of finished requests, computed or found in the prefix cache.",
+            (*LABELS, "source"),
+            registry=self._registry,
+        )
+        for source in _BY_SOURCE:
+            self._by_source.labels(*self._labels, source)
         self._rejections = Counter(
             "paged:admission_rejections",
             "Requests refused because the queue was full.",
@@ -72,10 +99,14 @@ class Metrics:
             registry=self._registry,
         ).labels(*self._labels, "max_num_queued_reqs")
 
-    def exposition(self, stats: EngineStats | None) -> bytes:
-        """The text that Prometheus scrapes; without the engine's part if there is no engine to ask."""
+    def families(self, stats: EngineStats | None) -> Iterator[Metric]:
+        """What Prometheus scrapes; `stats` is None if there is no engine to ask."""
         self._engine.stats = stats
-        return generate_latest(self._registry)
+        yield from self._registry.collect()
+
+    def keep(self, stats: EngineStats) -> None:
+        """Count what an engine has done that is about to be unloaded."""
+        self._engine.past.append(stats)
 
     def rejected(self) -> None:
         self._rejections.inc()
@@ -83,13 +114,37 @@ class Metrics:
     def observe_token(self, seconds: float) -> None:
         self._histograms["inter_token_latency_seconds"].observe(seconds)
 
-    def observe(self, output: RequestOutput, num_output_tokens: int, n: int) -> None:
-        """Count a finished request; `output` may be the last of its deltas."""
-        self._histograms["request_params_n"].observe(n)
-        self._counters["prompt_tokens"].inc(len(output.prompt_token_ids))
-        self._counters["prompt_tokens_cached"].inc(output.num_cached_tokens)
-        for name, value in _observations(output, num_output_tokens):
+    def observe(self, output: RequestOutput, nums_output_tokens: Sequence[int]) -> None:
+        """Count a finished request, whose outputs have so many tokens; `output` may be the last of its deltas."""
+        num_cached = output.num_cached_tokens
+        num_computed = len(output.prompt_token_ids) - num_cached
+        self._histograms["request_params_n"].observe(len(nums_output_tokens))
+        self._histograms["request_max_num_generation_tokens"].observe(max(nums_output_tokens, default=0))
+        self._histograms["request_prefill_kv_computed_tokens"].observe(num_computed)
+        self._counters["prompt_tokens"].inc(num_computed + num_cached)
+        self._counters["prompt_tokens_cached"].inc(num_cached)
+        for source, num_tokens in zip(_BY_SOURCE, (num_computed, num_cached), strict=True):
+            self._by_source.labels(*self._labels, source).inc(num_tokens)
+        for name, value in _observations(output, sum(nums_output_tokens)):
             self._histograms[name].observe(value)
+
+
+def exposition(of_each: Iterable[tuple[Metrics, EngineStats | None]]) -> bytes:
+    """The text that Prometheus scrapes: each family once, with the samples of all models."""
+    merged: dict[str, Metric] = {}
+    for metrics, stats in of_each:
+        for family in metrics.families(stats):
+            merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged[family.name].samples += family.samples
+    return generate_latest(_Families(list(merged.values())))
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
 
 
 def _observations(output: RequestOutput, num_output_tokens: int) -> Iterator[tuple[str, float]]:
@@ -122,34 +177,45 @@ def _observations(output: RequestOutput, num_output_tokens: int) -> Iterator[tup
 
 
 class _EngineCollector(Collector):
-    """`EngineStats` as Prometheus' families."""
+    """`EngineStats` as Prometheus' families; counters include those of the engines before."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
         self._labels = labels
         self.stats: EngineStats | None = None
+        self.past: list[EngineStats] = []
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
-        if stats is None:
+        yield self._states("awake" if stats is not None else "discard_all")
+        if stats is None and not self.past:
             return
-        yield self._gauge("num_requests_running", "Sequences being computed.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences waiting for room.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks that are held.", stats.kv_cache_usage)
+        now = stats or EngineStats()
+        yield self._gauge("num_requests_running", "Sequences being computed.", now.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences waiting for room.", now.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks that are held.", now.kv_cache_usage)
         yield self._gauge(
-            "kv_waste_ratio", "Slots of held blocks that hold nothing, over all steps.", stats.kv_waste_ratio
+            "kv_waste_ratio", "Slots of held blocks that hold nothing, over all steps.", now.kv_waste_ratio
         )
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.num_prefix_queried_tokens)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found.", stats.num_prefix_hit_tokens)
-        yield self._counter("num_preemptions", "Sequences that gave their blocks back.", stats.num_preemptions)
-        yield self._counter("generation_tokens", "Tokens generated.", stats.num_generated_tokens)
-        yield self._counter("spec_decode_num_draft_tokens", "Guesses checked.", stats.num_draft_tokens)
-        yield self._counter("spec_decode_num_accepted_tokens", "Guesses that were right.", stats.num_accepted_tokens)
-        yield self._by_reason("request_success", "Finished requests.", "finished_reason", stats.finished)
-        yield self._by_reason("request_failure", "Requests that ended with an error.", "error", stats.failed)
-        yield self._config(stats)
+        for name, (text, field) in _ENGINE_COUNTERS.items():
+            yield self._counter(name, text, sum(getattr(each, field) for each in self._all()))
+        yield self._by_reason("request_success", "Finished requests.", "finished_reason", "finished")
+        yield self._by_reason("request_failure", "Requests that ended with an error.", "error", "failed")
+        if stats is not None:
+            yield self._config(stats)
+
+    def _all(self) -> list[EngineStats]:
+        return [*self.past, *([] if self.stats is None else [self.stats])]
+
+    def _states(self, current: str) -> Metric:
+        family = GaugeMetricFamily(
+            "paged:engine_sleep_state", "Whether the model is loaded.", labels=(*LABELS, "sleep_state")
+        )
+        for state in _SLEEP_STATES:
+            family.add_metric((*self._labels, state), float(state == current))
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"paged:{name}", text, labels=LABELS)
@@ -161,8 +227,11 @@ class _EngineCollector(Collector):
         family.add_metric(self._labels, value)
         return family
 
-    def _by_reason(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+    def _by_reason(self, name: str, text: str, label: str, field: str) -> Metric:
         family = CounterMetricFamily(f"paged:{name}", text, labels=(*LABELS, label))
+        values: Counter_[str] = Counter_()
+        for stats in self._all():
+            values.update(getattr(stats, field))
         for reason, value in values.items():
             family.add_metric((*self._labels, reason), value)
         return family

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paged_backend.server.errors import ApiError
-from paged_backend.server.serving import Serving
+from paged_backend.server.kv_map import PATH as KV_MAP
+from paged_backend.server.models import HOLDING, Models
 
 WITHOUT_KEY = frozenset({"/health", "/ready"})
 """What load balancers ask, which have no key."""
-WHILE_DRAINING = frozenset({"/health", "/ready", "/metrics", "/version"})
+WHILE_DRAINING = frozenset({"/health", "/ready", "/metrics", "/version", KV_MAP})
 
 
 class RequireKey:
-    """401 for requests without a known key; how long it takes to find out tells nothing about the keys."""
+    """401 for requests without a known key; how long it takes to find out tells nothing about the keys.
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+    `open_paths` need none, nor does what load balancers ask.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str], open_paths: Collection[str] = ()) -> None:
         self._app = app
+        self._open_paths = WITHOUT_KEY.union(open_paths)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in WITHOUT_KEY or self._is_known(_presented(scope)):
+        if scope["type"] != "http" or scope["path"] in self._open_paths or self._is_known(_presented(scope)):
             await self._app(scope, receive, send)
             return
         error = ApiError(401, "give a valid API key as 'Authorization: Bearer KEY'", code="invalid_api_key")
@@ -38,25 +44,27 @@ class RequireKey:
 
 
 class CountRequests:
-    """Counts the requests that are being answered, and answers 503 while the server drains."""
+    """Counts the requests that are being answered, lets go of their models afterwards, and answers 503 while the server
+    drains."""
 
-    def __init__(self, app: ASGIApp, *, serving: Serving) -> None:
+    def __init__(self, app: ASGIApp, *, models: Models) -> None:
         self._app = app
-        self._serving = serving
+        self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in WHILE_DRAINING:
             await self._app(scope, receive, send)
             return
-        if self._serving.is_draining:
+        if self._models.is_draining:
             error = ApiError(503, "the server is shutting down; ask another one", code="draining", retry=True)
             await error.response(scope["path"])(scope, receive, send)
             return
-        self._serving.num_active += 1
+        self._models.num_active += 1
         try:
-            await self._app(scope, receive, send)
+            async with contextlib.AsyncExitStack() as scope[HOLDING]:
+                await self._app(scope, receive, send)
         finally:
-            self._serving.num_active -= 1
+            self._models.num_active -= 1
 
 
 class LimitBody:

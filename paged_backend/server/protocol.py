@@ -41,6 +41,11 @@ class Body(BaseModel):
         return value
 
 
+class ModelBody(Body):
+    model: str | None = None
+    """Absent: the first model that is served."""
+
+
 class StreamOptions(Body):
     include_usage: bool = False
 
@@ -83,14 +88,9 @@ class ResponseFormat(Body):
         return self
 
 
-class GenerationBody(Body):
-    """What completions and chats share."""
+class SamplingBody(ModelBody):
+    """How to sample, and in what order to serve: what every route that generates honours under these names."""
 
-    model: str | None = None
-    """Absent: the model that is served."""
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -103,20 +103,15 @@ class GenerationBody(Body):
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = None
     min_tokens: int | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: TokenIds | None = None
     repetition_detection: RepetitionDetectionBody | None = None
     thinking_token_budget: int | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsBody | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    prompt_logprobs: int | None = None
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
     priority: int = 0
     cache_salt: str | None = None
     user: str | None = None
@@ -126,6 +121,19 @@ class GenerationBody(Body):
     prompt_cache_key: str | None = None
     """A label: prefixes are shared without it."""
     service_tier: Literal["auto", "default"] | None = None
+
+
+class GenerationBody(SamplingBody):
+    """What completions and chats share."""
+
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @property
     def includes_usage(self) -> bool:
@@ -216,8 +224,7 @@ class AnthropicMessage(Body):
     content: str | list[dict[str, Any]]
 
 
-class CountTokensRequest(Body):
-    model: str | None = None
+class CountTokensRequest(ModelBody):
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[AnthropicTool] | None = None
@@ -237,8 +244,7 @@ class MessagesRequest(CountTokensRequest):
     service_tier: Literal["auto", "standard_only"] | None = None
 
 
-class EmbeddingRequest(Body):
-    model: str | None = None
+class EmbeddingRequest(ModelBody):
     input: (
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -254,8 +260,7 @@ class EmbeddingRequest(Body):
     """A label, which changes nothing."""
 
 
-class ScoreRequest(Body):
-    model: str | None = None
+class ScoreRequest(ModelBody):
     text_1: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     text_2: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     truncate_prompt_tokens: int | None = None
@@ -276,8 +281,7 @@ class RerankDocument(Body):
     text: str
 
 
-class RerankRequest(Body):
-    model: str | None = None
+class RerankRequest(ModelBody):
     query: str
     documents: Annotated[list[str | RerankDocument], Field(min_length=1, max_length=MAX_PROMPTS)]
     top_n: Annotated[int, Field(ge=1)] | None = None
@@ -299,8 +303,7 @@ class UnloadLoraRequest(Body):
     """A label, which changes nothing."""
 
 
-class TokenizeRequest(Body):
-    model: str | None = None
+class TokenizeRequest(ModelBody):
     prompt: str | None = None
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -320,6 +323,5 @@ class TokenizeRequest(Body):
         return self
 
 
-class DetokenizeRequest(Body):
-    model: str | None = None
+class DetokenizeRequest(ModelBody):
     tokens: TokenIds

@@ -92,6 +92,17 @@ class ChatReply(BaseModel):
     usage: UsageReply
 
 
+class ResponseReply(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    incomplete_details: dict[str, str] | None
+    usage: dict[str, Any]
+
+
 class MessageReply(BaseModel):
     id: str
     type: Literal["message"]
@@ -179,7 +190,7 @@ class VersionReply(BaseModel):
 
 OR_EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The answer; with stream=true, server-sent events that end with [DONE].",
+        "description": "The answer; with stream=true, server-sent events.",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }

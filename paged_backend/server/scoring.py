@@ -44,7 +44,6 @@ async def rerank(serving: Serving, body: RerankRequest) -> dict[str, Any]:
 async def _scores(
     serving: Serving, body: ScoreRequest | RerankRequest, left: str | list[str], right: str | list[str]
 ) -> list[PairScoreOutput]:
-    serving.check_model(body.model)
     return await serving.llm.ascore_pairs(
         left,
         right,

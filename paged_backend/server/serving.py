@@ -1,11 +1,13 @@
-"""The model behind the routes, from before it is loaded until after it is closed."""
+"""A model behind the routes, from before it is loaded until after it is closed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -23,39 +25,64 @@ _NUM_PREPARING_THREADS = 4
 
 
 class Serving:
-    """One model for all routes. Before it is loaded, while the server drains and once the engine is closed, asking for
-    it raises the 503 that says so.
+    """One model for all routes. While it is not loaded, and once its engine is closed, asking for that raises the 503
+    that says so.
 
     Whatever takes long (loading, templates, tokenising, compiling grammars) runs in threads: the event loop goes on.
     """
 
-    def __init__(self, settings: ServerSettings, *, model: str, llm: LLM | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        model: str,
+        names: tuple[str, ...] = (),
+        make: Callable[[], LLM] | None = None,
+        llm: LLM | None = None,
+        num_bytes_needed: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`make` loads it, unless `llm` is there already; `num_bytes_needed` tells what that will take, if it can."""
         self.settings = settings
-        self.model_names = settings.served_model_names or (model,)
+        self.model_names = names or settings.served_model_names or (model,)
         self.lora_modules = {name: LoRARequest(name, path) for name, path in settings.lora_modules.items()}
         """The adapters that are served, by their names."""
         self.metrics = Metrics(self.model_names[0])
-        self.is_draining = False
-        self.num_active = 0
-        """Requests that are being answered."""
-        self._llm = llm
+        self.num_bytes_needed = num_bytes_needed
+        self.max_model_len: int | None = None
+        """None: not known before it is loaded for the first time."""
+        self.num_users = 0
+        """Requests that need it to stay loaded."""
+        self.last_used = time.monotonic()
+        self.is_leaving = False
+        """Whether it is about to be unloaded, so that new requests have to wait until it is loaded again."""
+        self._make = make
+        self._llm: LLM | None = None
         self._preparing = ThreadPoolExecutor(_NUM_PREPARING_THREADS, "paged-backend preparing")
         self._stats: asyncio.Task[EngineStats] | None = None
+        if llm is not None:
+            self._take(llm)
 
     @property
     def llm(self) -> LLM:
         if self._llm is None:
-            raise ApiError(503, "the model is still being loaded; try again later", code="loading", retry=True)
+            raise ApiError(503, "the model is not loaded yet; try again later", code="loading", retry=True)
         if self._llm.is_closed:
             raise ApiError(503, "the engine is closed", code="engine_dead")
         return self._llm
 
     @property
-    def is_ready(self) -> bool:
-        return self._llm is not None and not self._llm.is_closed and not self.is_draining
+    def is_loaded(self) -> bool:
+        """Whether there is an engine to ask, be it dead, and it may stay."""
+        return self._llm is not None and not self.is_leaving
 
-    async def load(self, make: Callable[[], LLM]) -> None:
-        """Make the LLM; raises what `make` raises. The thread is a daemon, so that a server can stop while it loads."""
+    @property
+    def is_dead(self) -> bool:
+        return self._llm is not None and self._llm.is_closed and not self.is_leaving
+
+    async def load(self) -> None:
+        """Make the LLM; raises what making it raises. The thread is a daemon, so that a server can stop meanwhile."""
+        assert self._make is not None
+        make = self._make
         loop = asyncio.get_running_loop()
         made: asyncio.Future[LLM] = loop.create_future()
 
@@ -75,17 +102,19 @@ class Serving:
         except BaseException:
             llm.close()
             raise
-        self._llm = llm
+        self._take(llm)
 
-    def check_model(self, name: str | None) -> None:
-        """Raises the 404 of a model that is not served; None stands for the one that is."""
-        if name is not None and name not in self.model_names and name not in self.lora_modules:
-            raise ApiError(
-                404,
-                f"the model {name!r} is not served here; served: {', '.join((*self.model_names, *self.lora_modules))}",
-                param="model",
-                code="model_not_found",
-            )
+    async def unload(self) -> None:
+        """Give the engine's memory back. Nobody may be using it."""
+        assert self._llm is not None and self.num_users == 0
+        self.is_leaving = True
+        try:
+            with contextlib.suppress(ApiError):
+                self.metrics.keep(await self.stats())
+            llm, self._llm, self._stats = self._llm, None, None
+            await asyncio.to_thread(_close, llm)
+        finally:
+            self.is_leaving = False
 
     def model_name(self, asked: str | None) -> str:
         return asked or self.model_names[0]
@@ -114,6 +143,14 @@ class Serving:
         self._preparing.shutdown(wait=False, cancel_futures=True)
         if self._llm is not None:
             self._llm.close()
+
+    def _take(self, llm: LLM) -> None:
+        self._llm, self.max_model_len, self.last_used = llm, llm.max_model_len, time.monotonic()
+
+
+def _close(llm: LLM) -> None:
+    llm.close()
+    gc.collect()  # engines are parts of cycles: their memory is needed now
 
 
 def _settle(future: asyncio.Future[LLM], llm: LLM | None, error: Exception | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from paged_backend import ConfigError
 
+_MODEL_TIMEOUTS = ("model_idle_timeout", "model_unload_timeout")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -38,10 +39,18 @@ class ServerSettings:
     """Seconds that requests get to finish after the first SIGTERM."""
     stall_timeout: float = 60.0
     """Seconds that a stream's reader may read nothing before the stream is given up."""
+    model_idle_timeout: float | None = None
+    """Seconds without a request after which a model is unloaded; the next one loads it again. None: never."""
+    model_unload_timeout: float = 60.0
+    """Seconds that another model waits for the requests of the one whose memory it needs."""
+    otlp_endpoint: str | None = None
+    """Where spans of requests go, as `http://host:4318`; None: nowhere."""
     max_body_bytes: int = 8 * 2**20
     """Largest request body."""
     cors_origins: tuple[str, ...] = ()
     """Web pages from these origins may use the API; `*` for all."""
+    ui: bool = True
+    """Serve the page at `/`, and the map of the KV cache that it shows."""
     root_path: str = ""
     """The path below which a proxy shows this server."""
     ssl_certfile: str | None = None
@@ -53,7 +62,7 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
                 raise ConfigError(f"{name}={value} is out of range: it must be from 0 to 65535")
-        for name in ("request_timeout", "shutdown_timeout", "stall_timeout", "max_body_bytes"):
+        for name in ("request_timeout", "shutdown_timeout", "stall_timeout", "max_body_bytes", *_MODEL_TIMEOUTS):
             value = getattr(self, name)
             if value is not None and not value > 0 and not (name == "shutdown_timeout" and value == 0):
                 raise ConfigError(f"{name}={value} is out of range: it must be > 0")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from paged_backend import RequestHandle, RequestOutput
 from paged_backend.server.errors import ApiError, described, encode_json
 from paged_backend.server.metrics import Metrics
+from paged_backend.server.tracing import traced
 
 T = TypeVar("T")
 Event = Mapping[str, Any]
@@ -52,6 +53,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._stall_timeout = stall_timeout
+        self._sending_since: float | None = None
 
     def encoded(self, event: Event) -> bytes:
         return b"data: " + encode_json(event) + b"\n\n"
@@ -62,10 +64,11 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(scope, receive, send))
         gone = asyncio.ensure_future(_disconnected(receive))
+        stalled = asyncio.ensure_future(self._stalled())
         try:
-            await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((writing, gone, stalled), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _ended(writing, gone)
+            await _ended(writing, gone, stalled)  # without its last part the server closes the connection
             await self._events.aclose()
         if not writing.cancelled() and (error := writing.exception()):
             raise error
@@ -77,30 +80,29 @@ class EventStream(Response):
             await described(error).response(scope["path"])(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        with contextlib.suppress(_Stalled):  # without its last part the server closes the connection
-            try:
-                await self._send(send, self.encoded(first))
-                async for event in self._events:
-                    await self._send(send, self.encoded(event))
-                await self._send(send, self.last)
-            except Exception as error:
-                if isinstance(error, _Stalled):
-                    raise
-                await self._send(send, self.encoded(self.error_event(error)))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        try:
+            await self._send(send, self.encoded(first))
+            async for event in self._events:
+                await self._send(send, self.encoded(event))
+            await self._send(send, self.last)
+        except Exception as error:
+            await self._send(send, self.encoded(self.error_event(error)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:
         if not data:
             return
-        try:
-            async with asyncio.timeout(self._stall_timeout):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError:
-            raise _Stalled from None
+        self._sending_since = time.monotonic()
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sending_since = None
 
+    async def _stalled(self) -> None:
+        """Until one piece has not got away for `stall_timeout` seconds; a timeout for each would cost as much as it."""
+        while (left := self._stall_timeout - self._seconds_sending()) > 0:
+            await asyncio.sleep(left)
 
-class _Stalled(Exception):
-    """The client reads nothing."""
+    def _seconds_sending(self) -> float:
+        return 0.0 if self._sending_since is None else time.monotonic() - self._sending_since
 
 
 class TypedEventStream(EventStream):
@@ -115,16 +117,34 @@ class TypedEventStream(EventStream):
         return described(error).typed_body()
 
 
+class ResponseEventStream(TypedEventStream):
+    """The same as clients of `/v1/responses` read it: events are numbered, and the last says how the response ended."""
+
+    def __init__(self, events: AsyncGenerator[Event, None], *, stall_timeout: float) -> None:
+        super().__init__(events, stall_timeout=stall_timeout)
+        self._num_sent = 0
+
+    def encoded(self, event: Event) -> bytes:
+        numbered = {**event, "sequence_number": self._num_sent}
+        self._num_sent += 1
+        return super().encoded(numbered)
+
+    def error_event(self, error: Exception) -> Event:
+        """OpenAI's fields of such an event, and the object by which its clients know that they have to raise."""
+        body = described(error).body()
+        return {"type": "error", **{key: body["error"][key] for key in ("code", "message", "param")}, **body}
+
+
 async def result_of(handle: RequestHandle, metrics: Metrics) -> RequestOutput:
     """The whole output of a request; cancelling aborts it."""
     output = await handle.aresult()
-    metrics.observe(output, output.num_output_tokens, len(output.outputs))
+    _note_end(metrics, output, [len(part.token_ids) for part in output.outputs])
     return output
 
 
 async def outputs_of(handle: RequestHandle, metrics: Metrics) -> AsyncGenerator[RequestOutput, None]:
     """A request's deltas as they come; closing this aborts it."""
-    num_tokens = 0
+    num_tokens: Counter[int] = Counter()
     last_of_index: dict[int, float] = {}
     async with handle:
         async for output in handle:
@@ -134,10 +154,15 @@ async def outputs_of(handle: RequestHandle, metrics: Metrics) -> AsyncGenerator[
                     for _ in part.token_ids:
                         metrics.observe_token((now - last_of_index[part.index]) / len(part.token_ids))
                 last_of_index[part.index] = now
-            num_tokens += output.num_output_tokens
+                num_tokens[part.index] += len(part.token_ids)
             if output.finished:
-                metrics.observe(output, num_tokens, len(last_of_index))
+                _note_end(metrics, output, list(num_tokens.values()))
             yield output
+
+
+def _note_end(metrics: Metrics, output: RequestOutput, nums_output_tokens: Sequence[int]) -> None:
+    metrics.observe(output, nums_output_tokens)
+    traced(metrics.model_name, output, nums_output_tokens)
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncIterator[tuple[int, T]]:

@@ -11,21 +11,21 @@ from paged_backend.server.serving import Serving
 
 
 async def tokenize(serving: Serving, body: TokenizeRequest) -> dict[str, Any]:
-    serving.check_model(body.model)
-    llm = serving.llm
-    token_ids = await serving.prepare(_token_ids, llm, body)
-    strings = llm.get_tokenizer().convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+    return await serving.prepare(_reply, serving.llm, body)
+
+
+async def detokenize(serving: Serving, body: DetokenizeRequest) -> dict[str, Any]:
+    return {"prompt": await serving.prepare(_text, serving.llm, body.tokens)}
+
+
+def _reply(llm: LLM, body: TokenizeRequest) -> dict[str, Any]:
+    token_ids = _token_ids(llm, body)
     return {
         "count": len(token_ids),
         "max_model_len": llm.max_model_len,
         "tokens": token_ids,
-        "token_strs": strings,
+        "token_strs": llm.get_tokenizer().convert_ids_to_tokens(token_ids) if body.return_token_strs else None,
     }
-
-
-async def detokenize(serving: Serving, body: DetokenizeRequest) -> dict[str, Any]:
-    serving.check_model(body.model)
-    return {"prompt": await serving.prepare(_text, serving.llm, body.tokens)}
 
 
 def _token_ids(llm: LLM, body: TokenizeRequest) -> list[int]:
