@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from llama_index.core.base.llms.types import ChatMessage
 
 import transformers_paged
 from helpers_lora import greedy, merged, save_adapter
@@ -51,11 +52,11 @@ def test_langchain_takes_an_adapter_for_one_call_or_for_all(llm: LLM, request_: 
 
 
 def test_llama_index_takes_an_adapter_for_one_call_or_for_all(llm: LLM, request_: LoRARequest) -> None:
-    plain, right = text_of(llm, None, "ab"), text_of(llm, request_, "ab")
-    model = Paged(llm=llm, **OPTIONS)
-    assert model.complete("ab").text == plain != right
-    assert model.complete("ab", lora_request=request_).text == right
-    assert Paged(llm=llm, lora_request=request_, **OPTIONS).complete("ab").text == right
+    plain, right = text_of(llm, None), text_of(llm, request_)
+    model, chat = Paged(llm=llm, **OPTIONS), [ChatMessage(role="user", content="hello")]
+    assert model.chat(chat).message.content == plain != right
+    assert model.chat(chat, lora_request=request_).message.content == right
+    assert Paged(llm=llm, lora_request=request_, **OPTIONS).chat(chat).message.content == right
     with_adapter = PagedEmbedding(llm=llm, lora_request=request_).get_text_embedding("ab")
     assert with_adapter != PagedEmbedding(llm=llm).get_text_embedding("ab")
 
