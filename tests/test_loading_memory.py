@@ -41,7 +41,7 @@ def test_loading_takes_little_more_than_the_weights(tmp_path: Path) -> None:
     """Compared with a model of next to no weights, with the same tokenizer and on the same code."""
     demo = demo_folder()
     shutil.copytree(demo, tmp_path / "tiny", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    tiny = make_model("llama", vocab_size=49152, tie_word_embeddings=True).to(torch.bfloat16)
+    tiny = make_model("llama", vocab_size=49152, tie_word_embeddings=True, initializer_range=0.02).to(torch.bfloat16)
     tiny.save_pretrained(tmp_path / "tiny")
     peak_of_loading(tmp_path / "tiny")  # compiles the kernels, if this is the first time
     weights = size_of_weights(demo) - size_of_weights(tmp_path / "tiny")
