@@ -35,8 +35,6 @@ class Pointers(NamedTuple):
     ranks: NDArray[np.int64]
     firsts: NDArray[np.int64]
     widths: NDArray[np.int64]
-    cost: int
-    """Most weights that a row is multiplied with."""
 
 
 class LowRankAdapters:
@@ -55,8 +53,13 @@ class LowRankAdapters:
                 assert shrink.is_contiguous() and expand.is_contiguous()
                 sizes = (shrink.shape[0], first, expand.shape[1])
                 table[:, row, column] = (shrink.data_ptr(), expand.data_ptr(), *sizes)
-        cost = max(sum(one.shrink.numel() + one.expand.numel() for one in pieces) for pieces in self.pieces)
-        return Pointers(*table, cost)
+        shrinks, expands, ranks, firsts, widths = table
+        return Pointers(shrinks, expands, ranks, firsts, widths)
+
+    @functools.cached_property
+    def cost(self) -> int:
+        """Most weights that a row is multiplied with."""
+        return max(sum(one.shrink.numel() + one.expand.numel() for one in pieces) for pieces in self.pieces)
 
 
 class RowIndex:

@@ -31,10 +31,10 @@ def add_low_rank(out: Tensor, x: Tensor, adapters: LowRankAdapters, rows: RowInd
     if not len(rows.few):
         return
     assert x.stride(1) == out.stride(1) == 1
-    *pointers, cost = adapters.pointers
+    pointers = adapters.pointers
     weight_like = TYPES[next(pieces[0] for pieces in adapters.pieces if pieces).shrink.dtype]
     args = (TYPES[x.dtype], weight_like, x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0), x.shape[1])
-    if len(rows.few) == 1 or len(rows.few) * cost < _SERIAL_COST or set_num_threads() == 1:
+    if len(rows.few) == 1 or len(rows.few) * adapters.cost < _SERIAL_COST or set_num_threads() == 1:
         _add_rows(*args, *pointers, rows.few, rows.adapters_of_few)
     else:
         _add_rows_in_threads(*args, *pointers, rows.few, rows.adapters_of_few)
