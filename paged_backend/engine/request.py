@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -108,8 +109,15 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     """Its samples; of a beam search, its live beams, best first, and in the end its best outputs."""
+    stop_token_ids: tuple[int, ...] = dataclasses.field(init=False)
+    """The ids that the user wants to end a sequence."""
+    end_token_ids: frozenset[int] = dataclasses.field(init=False)
+    """All ids that end a sequence: the model's own, unless ignored, and the user's."""
 
     def __post_init__(self) -> None:
+        self.stop_token_ids = tuple(self.params.stop_token_ids or ())
+        ignores_own = self.params.ignore_eos and self.grammar is None  # a complete output ends with its grammar
+        self.end_token_ids = frozenset(() if ignores_own else self.eos_token_ids).union(self.stop_token_ids)
         num_sequences = self.params.n
         if self.beam_params is not None:
             num_sequences = 1
@@ -124,18 +132,6 @@ class Request:
     def prefix_salt(self) -> tuple[object, ...]:
         """Requests share cached prefixes only with requests that have the same."""
         return (self.cache_salt, None if self.adapter is None else self.adapter.adapter_id)
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that the user wants to end a sequence."""
-        return tuple(self.params.stop_token_ids or ())
-
-    @property
-    def end_token_ids(self) -> frozenset[int]:
-        """All ids that end a sequence: the model's own, unless ignored, and the user's."""
-        ignores_own = self.params.ignore_eos and self.grammar is None  # a complete output ends with its grammar
-        own = frozenset[int]() if ignores_own else self.eos_token_ids
-        return own.union(self.stop_token_ids)
 
     @property
     def num_outputs(self) -> int:
@@ -170,6 +166,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "block_end",
         "block_table",
         "candidates",
         "draft_token_ids",
@@ -203,7 +200,10 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first admitted."""
-        self.block_table: list[int] = []
+        self.block_table = array("i")
+        self.block_end = 0
+        """While its tokens end before this position, they go into a block of its own, and do not fill it: they need
+        nothing of the KV-cache manager, who says so. 0: ask."""
         self.num_published_blocks = 0
         self.prefix_id: int | None = None
         """What the KV-cache manager knows the published blocks of this sequence by."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from transformers import AttentionInterface
 import paged_kernels
 from paged_backend.errors import ModelError
 from paged_kernels import reference
+
+if TYPE_CHECKING:
+    from paged_backend.model.kv_cache import LayerCache
 
 PAGED = "paged"
 
@@ -89,9 +92,7 @@ class LayerRecorder:
 class PagedLayers:
     """Stores each layer's keys and values in the KV cache, then attends to them through the block tables."""
 
-    def __init__(
-        self, specs: list[LayerSpec], kv_cache: list[tuple[Tensor, Tensor]], metadata: AttentionMetadata
-    ) -> None:
+    def __init__(self, specs: list[LayerSpec], kv_cache: list[LayerCache], metadata: AttentionMetadata) -> None:
         self._metadata = metadata
         self._layers = zip(specs, kv_cache, strict=True)
 
@@ -102,19 +103,20 @@ class PagedLayers:
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """query [T, H, D], key [T, K, D], value [T, K, Dv] -> [T, H, Dv]; sinks [H]."""
-        spec, (k_cache, v_cache) = next(self._layers)
+        spec, cache = next(self._layers)
         metadata = self._metadata
-        # Some models compute rotary positions, and so keys, in float32.
-        key, value = key.to(k_cache.dtype), value.to(v_cache.dtype)
-        paged_kernels.store_kv(key, value, k_cache, v_cache, metadata.slot_mapping)
+        if cache.key_scales is None:  # some models compute rotary positions, and so keys, in float32
+            key, value = key.to(cache.keys.dtype), value.to(cache.values.dtype)
+        paged_kernels.store_kv(key, value, cache.keys, cache.values, metadata.slot_mapping, **cache.scales)
         return paged_kernels.paged_attention(
             query,
-            k_cache,
-            v_cache,
+            cache.keys,
+            cache.values,
             metadata.block_tables,
             metadata.query_start_loc,
             metadata.seq_lens,
             **spec.kernel_options(sinks),
+            **cache.scales,
         )
 
 

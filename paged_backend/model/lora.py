@@ -135,7 +135,6 @@ class StepAdapters:
         """By what rows a layer sees."""
         self._layers: dict[str, LowRankAdapters] = {}
         """Of the adapters of this step, or of the last one that had any, by the first module of a layer."""
-        self.is_empty = True
 
     @contextlib.contextmanager
     def of(
@@ -144,17 +143,11 @@ class StepAdapters:
         """In this block the layers add the adapters of a step whose rows `keep` are kept, and the first `num_logits` of
         these have logits; those of `hooked`, if it is given, without knowing it."""
         adapters = {item.sequence.request.adapter for item in scheduled} - {None}
-        if not adapters:
-            yield
-            return
         self._begin(sorted(adapters, key=lambda adapter: adapter.adapter_id), scheduled, keep, num_logits)
-        try:
-            with contextlib.ExitStack() as hooks:
-                if hooked is not None:
-                    self._hook(hooked, hooks)
-                yield
-        finally:
-            self.is_empty = True
+        with contextlib.ExitStack() as hooks:
+            if hooked is not None:
+                self._hook(hooked, hooks)
+            yield
 
     def add(self, modules: Sequence[str], firsts: Sequence[int], rows: int, out: Tensor, x: Tensor) -> None:
         """Add to the output [T, out] of a layer what the adapters make of its input [T, in]."""
@@ -185,7 +178,6 @@ class StepAdapters:
         tokens = np.repeat(numbers_of, [item.num_tokens for item in scheduled])
         kept = tokens[keep]
         self._rows = [RowIndex(index, len(adapters)) for index in (tokens, kept, kept[:num_logits])]
-        self.is_empty = False
 
     def _hook(self, model: nn.Module, hooks: contextlib.ExitStack) -> None:
         head = model.get_output_embeddings()  # type: ignore[operator]
@@ -205,15 +197,15 @@ class StepAdapters:
         return add
 
 
-def adapt(decoder: FusedDecoder, model: nn.Module, step: StepAdapters) -> None:
-    """Let the linear layers of a fused decoder, which was made of `model`, add the adapters of the step."""
+def adapted(decoder: FusedDecoder, model: nn.Module, step: StepAdapters) -> FusedDecoder:
+    """A fused decoder like this one, which was made of `model`, whose linear layers add the adapters of the step."""
 
-    def adapted(linear: Apply, names: list[str], sees_kept: bool) -> Apply:
+    def replacement(linear: Apply, names: list[str], sees_kept: bool) -> Apply:
         sizes = {name: int(model.get_submodule(name).out_features) for name in names}  # type: ignore[arg-type]
         rows = LOGITS if names == ["lm_head"] else KEPT if sees_kept else TOKENS
         return AdaptedLinear(linear, sizes, rows, step)
 
-    decoder.replace_linears(adapted)
+    return decoder.with_linears(replacement)
 
 
 class AdaptedLinear:
@@ -227,8 +219,7 @@ class AdaptedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self._linear(x)
-        if not self._step.is_empty:
-            self._step.add(self._modules, self._firsts, self._rows, y, x)
+        self._step.add(self._modules, self._firsts, self._rows, y, x)
         return y
 
 

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import paged_kernels
 from paged_backend.config import EngineConfig
-from paged_backend.engine.scheduler import ScheduledSequence, SchedulerOutput
+from paged_backend.engine.scheduler import SchedulerOutput
 from paged_backend.errors import ModelError
 from paged_backend.model import kv_cache
 from paged_backend.model.attention import (
@@ -26,11 +27,13 @@ from paged_backend.model.attention import (
     attention_layers,
 )
 from paged_backend.model.decoder import FusedDecoder
-from paged_backend.model.linear import speed_up_linears
+from paged_backend.model.inputs import StepInputs, step_inputs
+from paged_backend.model.linear import pack_linears, speed_up_linears
 from paged_backend.model.loader import LoadedModel
-from paged_backend.model.lora import AdapterStore, StepAdapters, adapt
+from paged_backend.model.lora import AdapterStore, StepAdapters, adapted
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.self_check import check_logits, probe_token_ids
+from paged_backend.model.threads import thread_count
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ class ModelRunner:
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self._thread_count = thread_count()
         model = loaded.model if loaded.owns_weights else _twin(loaded.model)
         self._model: nn.Module = model
         self.device = model.device
@@ -51,68 +55,67 @@ class ModelRunner:
         self.adapters: AdapterStore | None = None
         """Where LoRA adapters come from, if there are any."""
         self._step_adapters = StepAdapters(model.dtype, self.device)
+        self._adapted_decoder: FusedDecoder | None = None
+        """Of steps with adapters, if there is one of steps without."""
         with torch.inference_mode():
             probe = probe_token_ids(self.vocab_size, loaded.max_model_len, config.block_size)
             expected = self._plain_logits(probe)
             model.set_attn_implementation(PAGED)
             self._specs = self._record_layers(probe)
-            bytes_per_block = kv_cache.block_bytes(self._specs, config.block_size, model.dtype)
+            dtype = kv_cache.storage_dtype(config, model.dtype, self.device)
+            bytes_per_block = kv_cache.block_bytes(self._specs, config.block_size, dtype)
             self.num_blocks = kv_cache.num_blocks_for(config, bytes_per_block, loaded.max_model_len, self.device)
-            self._kv_cache = kv_cache.allocate(
-                self._specs, self.num_blocks, config.block_size, model.dtype, self.device
-            )
+            self._kv_cache = kv_cache.allocate(self._specs, self.num_blocks, config.block_size, dtype, self.device)
             self._decoder: FusedDecoder | None = None
-            # Rounded activations turn the last bits of their inputs into differences like those of bfloat16.
-            dtype = torch.bfloat16 if loaded.is_quantized else model.dtype
+            coarsest = dtype
+            if (config.quantization is not None or loaded.is_quantized) and dtype == torch.float32:
+                coarsest = torch.bfloat16  # inputs of 8 bits round as much
             check = functools.partial(
-                check_logits, self, probe, expected, block_size=config.block_size, dtype=dtype, name=loaded.name
+                check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name
             )
-            self._choose_code(loaded, check)
+            with paged_kernels.telling_of_compilation(_tell_of_compilation):
+                self._choose_code(loaded, check)
         if config.enable_lora:
             self.adapters = AdapterStore(model, config)
             if self._decoder is not None:
-                adapt(self._decoder, model, self._step_adapters)
+                self._adapted_decoder = adapted(self._decoder, model, self._step_adapters)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
         """Logits [R, V] of the last `num_logits` tokens of each scheduled sequence."""
+        self._thread_count.adjust()
         self._copy_blocks(output)
-        input_ids, positions, metadata = self._inputs(output.scheduled)
-        keep = _rows_to_keep(output.scheduled)
-        layers = PagedLayers(self._specs, self._kv_cache, metadata)
-        if self.adapters is None:
-            return self._compute(output, layers, input_ids, positions, keep)
+        inputs = step_inputs(output.scheduled, self.block_size)
+        layers = PagedLayers(self._specs, self._kv_cache, self._metadata(inputs))
+        if self.adapters is None or not any(item.sequence.request.adapter for item in output.scheduled):
+            return self._compute(output, layers, inputs, self._decoder)
         pooled = PooledStep(output.scheduled).rows if output.pools else []
-        all_kept = np.concatenate([keep, np.array(pooled, np.int64)])
-        with self._step_adapters.of(
-            output.scheduled, all_kept, len(keep), hooked=self._model if self._decoder is None else None
-        ):
-            return self._compute(output, layers, input_ids, positions, keep)
+        keep = np.concatenate([inputs.keep, np.array(pooled, np.int64)])
+        hooked = self._model if self._adapted_decoder is None else None
+        with self._step_adapters.of(output.scheduled, keep, len(inputs.keep), hooked):
+            return self._compute(output, layers, inputs, self._adapted_decoder)
 
     def _compute(
-        self,
-        output: SchedulerOutput,
-        layers: PagedLayers,
-        input_ids: np.ndarray,
-        positions: np.ndarray,
-        keep: np.ndarray,
+        self, output: SchedulerOutput, layers: PagedLayers, inputs: StepInputs, decoder: FusedDecoder | None
     ) -> Tensor:
+        """By this decoder, or by transformers' code."""
+        input_ids, positions, keep = inputs.input_ids, inputs.positions, inputs.keep
         if output.pools:
-            return self._pool(PooledStep(output.scheduled), layers, input_ids, positions, keep)
-        if self._decoder is not None:
-            return self._decoder.logits(self._decoder(layers, *map(self._tensor, (input_ids, positions, keep))))
+            return self._pool(PooledStep(output.scheduled), layers, inputs, decoder)
+        if decoder is not None:
+            return decoder.logits(decoder(layers, *map(self._tensor, (input_ids, positions, keep))))
         return self._forward(layers, input_ids, positions, keep)
 
     def _pool(
-        self, pooled: PooledStep, layers: PagedLayers, input_ids: np.ndarray, positions: np.ndarray, keep: np.ndarray
+        self, pooled: PooledStep, layers: PagedLayers, inputs: StepInputs, decoder: FusedDecoder | None
     ) -> Tensor:
         """A step that also leaves hidden states to those who want embeddings; the logits are those of `keep`."""
-        num_logits = len(keep)
-        keep = np.concatenate([keep, np.array(pooled.rows, np.int64)])
-        if self._decoder is not None:
-            hidden = self._decoder(layers, *map(self._tensor, (input_ids, positions, keep)))
+        input_ids, positions, num_logits = inputs.input_ids, inputs.positions, len(inputs.keep)
+        keep = np.concatenate([inputs.keep, np.array(pooled.rows, np.int64)])
+        if decoder is not None:
+            hidden = decoder(layers, *map(self._tensor, (input_ids, positions, keep)))
             pooled.collect(hidden[num_logits:])
-            return self._decoder.logits(hidden[:num_logits])
+            return decoder.logits(hidden[:num_logits])
 
         def take(head: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
             (hidden,) = arguments
@@ -152,6 +155,8 @@ class ModelRunner:
         """Fused code where it fits and the weights are ours to merge, else transformers' code; it passes `check`."""
         if loaded.is_quantized:
             return check()
+        if loaded.owns_weights:
+            pack_linears(self._model)
         if loaded.owns_weights and FusedDecoder.can_run(self._model):
             self._decoder = FusedDecoder(self._model)
             try:
@@ -173,51 +178,29 @@ class ModelRunner:
         self._forward(recorder, np.array(token_ids), np.arange(length), np.arange(length))
         return recorder.specs
 
-    def _inputs(self, scheduled: list[ScheduledSequence]) -> tuple[np.ndarray, np.ndarray, AttentionMetadata]:
-        """Ids [T] and positions [T] of the packed step, and where its keys and values are."""
-        num_sequences = len(scheduled)
-        starts = np.fromiter((item.sequence.num_computed_tokens for item in scheduled), np.int64, num_sequences)
-        lengths = np.fromiter((item.num_tokens for item in scheduled), np.int64, num_sequences)
-        query_start_loc = np.zeros(num_sequences + 1, np.int32)
-        np.cumsum(lengths, out=query_start_loc[1:])
-        token_ids: list[int] = []
-        block_tables = np.zeros((num_sequences, max(len(s.block_table) for s, _, _ in scheduled)), np.int32)
-        for row, item in enumerate(scheduled):
-            token_ids += item.token_ids
-            block_tables[row, : len(item.sequence.block_table)] = item.sequence.block_table
-        positions = np.arange(len(token_ids)) + np.repeat(starts - query_start_loc[:-1], lengths)
-        rows = np.repeat(np.arange(num_sequences), lengths)
-        blocks = block_tables[rows, positions // self.block_size].astype(np.int64)
-        metadata = AttentionMetadata(
-            slot_mapping=self._tensor(blocks * self.block_size + positions % self.block_size),
-            block_tables=self._tensor(block_tables),
-            query_start_loc=self._tensor(query_start_loc),
-            seq_lens=self._tensor((starts + lengths).astype(np.int32)),
+    def _metadata(self, inputs: StepInputs) -> AttentionMetadata:
+        return AttentionMetadata(
+            slot_mapping=self._tensor(inputs.slot_mapping),
+            block_tables=self._tensor(inputs.block_tables),
+            query_start_loc=self._tensor(inputs.query_start_loc),
+            seq_lens=self._tensor(inputs.seq_lens),
         )
-        return np.array(token_ids, np.int64), positions, metadata
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:
-        """All sources are read before a target is written, since a target may be another copy's source."""
         if not output.copies:
             return
         sources = self._tensor(np.array([copy.source for copy in output.copies]))
         targets = self._tensor(np.array([copy.target for copy in output.copies]))
-        for keys, values in self._kv_cache:
-            keys[targets] = keys[sources]
-            values[targets] = values[sources]
+        for cache in self._kv_cache:
+            cache.copy_blocks(sources, targets)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
-def _rows_to_keep(scheduled: list[ScheduledSequence]) -> np.ndarray:
-    """Where in the pack the tokens are whose logits are wanted."""
-    keep: list[int] = []
-    end = 0
-    for _, num_tokens, num_logits in scheduled:
-        end += num_tokens
-        keep.extend(range(end - num_logits, end))
-    return np.array(keep, np.int64)
+def _tell_of_compilation() -> None:
+    # A warning, so that those see it who have not set up logging, and wonder what takes so long.
+    logger.warning("compiling kernels for this CPU: once per machine, about 20 seconds")
 
 
 def _twin(model: Any) -> Any:
