@@ -1,8 +1,8 @@
 """What a language model computes with a paged cache of keys and values, and around it.
 
 Attention: `store_kv` and `paged_attention`. Matrix products: `linear`, `packed_linear` for what `pack` makes of
-weights, and `add_low_rank` for adapters. Between them: `add_rms_norm`, `rotary` and `silu_and_mul`. After them: `mask_logits`,
-`draw` and `best_logits`.
+weights, and `add_low_rank` for adapters. Between them: `add_rms_norm`, `rotary` and `silu_and_mul`. After them:
+`mask_logits`, `draw` and `best_logits`.
 
 `reference` defines what they compute. Called from here they run the implementation for the tensors' device. The first
 call for a dtype on a CPU compiles, once per machine: the result is kept on disk. Call them from one thread at a time.
