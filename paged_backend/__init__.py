@@ -19,6 +19,8 @@ _MODULE_OF = {
     "AsyncStream": "async_stream",
     "Backend": "backend",
     "BeamSearchParams": "beam_search_params",
+    "ClassificationOutput": "outputs",
+    "ClassificationSupport": "pooling_params",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "EmbeddingOutput": "outputs",
@@ -34,11 +36,13 @@ _MODULE_OF = {
     "KVCells": "engine.kv_map",
     "KVMap": "engine.kv_map",
     "KVRequest": "engine.kv_map",
+    "LoRARequest": "lora",
     "Logprob": "outputs",
     "MissingExtraError": "errors",
     "ModelError": "errors",
     "OverloadedError": "errors",
     "PagedBackendError": "errors",
+    "PairScoreOutput": "outputs",
     "PoolingParams": "pooling_params",
     "RepetitionDetection": "sampling_params",
     "RequestHandle": "handle",
@@ -46,6 +50,7 @@ _MODULE_OF = {
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "RequestTimeoutError": "errors",
+    "RerankOutput": "outputs",
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
     "SpeculativeConfig": "config",
@@ -61,6 +66,8 @@ __all__ = [
     "AsyncStream",
     "Backend",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationSupport",
     "CompletionOutput",
     "ConfigError",
     "EmbeddingOutput",
@@ -76,11 +83,13 @@ __all__ = [
     "KVCells",
     "KVMap",
     "KVRequest",
+    "LoRARequest",
     "Logprob",
     "MissingExtraError",
     "ModelError",
     "OverloadedError",
     "PagedBackendError",
+    "PairScoreOutput",
     "PoolingParams",
     "RepetitionDetection",
     "RequestHandle",
@@ -88,6 +97,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "RequestTimeoutError",
+    "RerankOutput",
     "SamplingParams",
     "ScoreOutput",
     "SpeculativeConfig",
@@ -119,20 +129,24 @@ if TYPE_CHECKING:
     )
     from paged_backend.handle import RequestHandle
     from paged_backend.llm import LLM
+    from paged_backend.lora import LoRARequest
     from paged_backend.model.demo import demo_folder
     from paged_backend.model.kv_cache import available_memory
     from paged_backend.outputs import (
+        ClassificationOutput,
         CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         InvalidToolCall,
         Logprob,
+        PairScoreOutput,
         RequestMetrics,
         RequestOutput,
+        RerankOutput,
         ScoreOutput,
         ToolCall,
     )
-    from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
+    from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport, PoolingParams
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
     from paged_backend.structured_outputs import StructuredOutputsParams
 

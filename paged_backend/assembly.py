@@ -16,6 +16,7 @@ from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.request_factory import CompileGrammar, Limits, RequestFactory
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.engine.speculation import Speculator
+from paged_backend.lora import Adapters
 from paged_backend.request_builder import RequestBuilder
 from paged_backend.sampling.grammar import GrammarCompiler
 
@@ -29,6 +30,7 @@ class Facts(NamedTuple):
     limits: Limits
     tokenizer: Tokenizer | None
     default_sampling: dict[str, Any]
+    adapters: Adapters | None = None
 
 
 def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[AnyEngine, Facts]:
@@ -42,6 +44,7 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=backend.max_model_len,
+        max_adapters=config.max_loras,
         speculator=None if config.speculation is None else Speculator(config.speculation),
     )
     processor = OutputProcessor(backend.tokenizer.decoder() if backend.tokenizer else None)
@@ -59,7 +62,7 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
         *(backend.name, manager.pool.num_blocks, manager.block_size, manager.num_slots),
     )
     engine = Engine(backend.runner, backend.sampler, scheduler, processor)
-    return engine, Facts(backend.name, limits, backend.tokenizer, backend.default_sampling)
+    return engine, Facts(backend.name, limits, backend.tokenizer, backend.default_sampling, backend.adapters)
 
 
 def request_builder(facts: Facts, config: EngineConfig) -> RequestBuilder:
@@ -68,6 +71,7 @@ def request_builder(facts: Facts, config: EngineConfig) -> RequestBuilder:
         facts.limits,
         encode_word=facts.tokenizer.encode_word if facts.tokenizer else None,
         compile_grammar=_grammar_compiler(facts.limits, facts.tokenizer),
+        adapters=facts.adapters,
         seed=config.seed,
     )
     return RequestBuilder(
@@ -85,12 +89,16 @@ def _assemble_encoder(backend: EncoderBackend, config: EngineConfig) -> tuple[An
         max_logprobs=config.max_logprobs,
         eos_token_ids=frozenset(),
         embedding=backend.embedding,
+        classification=backend.classification,
         generates=False,
     )
     engine = EncoderEngine(
         backend.runner, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
-    logger.info("%s is ready: vectors of %d components", backend.name, backend.embedding.size)
+    if backend.classification is not None:
+        logger.info("%s is ready: scores for %d labels", backend.name, len(backend.classification.labels))
+    elif backend.embedding is not None:
+        logger.info("%s is ready: vectors of %d components", backend.name, backend.embedding.size)
     return engine, Facts(backend.name, limits, backend.tokenizer, {})
 
 

@@ -10,7 +10,8 @@ from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
 from paged_backend.engine import encoder_engine, engine
 from paged_backend.garbage import no_garbage_collection
-from paged_backend.pooling_params import EmbeddingSupport
+from paged_backend.lora import Adapters
+from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,6 +41,8 @@ class Backend:
     """Sampling parameters that the model's authors recommend."""
     embedding: EmbeddingSupport | None = None
     """None: the runner gives no embeddings."""
+    adapters: Adapters | None = None
+    """Where LoRA adapters come from; None: there are none."""
 
 
 class EncoderRunner(encoder_engine.EncoderRunner, Protocol):
@@ -50,13 +53,15 @@ class EncoderRunner(encoder_engine.EncoderRunner, Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderBackend:
-    """A loaded encoder: it gives embeddings, and cannot generate."""
+    """A loaded encoder or classifier: it gives embeddings or scores, and cannot generate."""
 
     name: str
     runner: EncoderRunner
     tokenizer: Tokenizer | None
     max_model_len: int
-    embedding: EmbeddingSupport
+    embedding: EmbeddingSupport | None = None
+    classification: ClassificationSupport | None = None
+    """Given for a classifier: its runner's vectors are the numbers of its labels."""
 
 
 @no_garbage_collection()
@@ -67,6 +72,7 @@ def load_backend(
 ) -> Backend | EncoderBackend:
     """Load a transformers model and run it on a paged KV cache; an encoder, which needs none, on padded batches."""
     # Imported here, since torch and transformers take seconds.
+    from paged_backend.model.classifier import ClassifierRunner
     from paged_backend.model.encoder import EncoderRunner
     from paged_backend.model.loader import load
     from paged_backend.model.runner import ModelRunner
@@ -77,13 +83,15 @@ def load_backend(
     chat_tokenizer = (
         None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer, loaded.chat_template, is_callers=is_callers)
     )
-    if loaded.is_encoder:
+    if loaded.is_encoder or loaded.classification is not None:
+        runs = EncoderRunner if loaded.classification is None else ClassifierRunner
         return EncoderBackend(
             name=loaded.name,
-            runner=EncoderRunner(loaded.model, loaded.tokenizer),
+            runner=runs(loaded.model, loaded.tokenizer),
             tokenizer=chat_tokenizer,
             max_model_len=loaded.max_model_len,
             embedding=loaded.embedding,
+            classification=loaded.classification,
         )
     runner = ModelRunner(loaded, config)
     return Backend(
@@ -95,4 +103,5 @@ def load_backend(
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
         embedding=loaded.embedding,
+        adapters=runner.adapters,
     )

@@ -190,4 +190,4 @@ class KVCacheManager:
     def _key(self, sequence: Sequence, index: int, prefix_id: int | None) -> BlockKey:
         """The key of the block at `index`; `prefix_id` stands for what is before it, None at the start."""
         tokens = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
-        return ((sequence.request.cache_salt,) if index == 0 else prefix_id, tokens)
+        return (sequence.request.prefix_salt if index == 0 else prefix_id, tokens)

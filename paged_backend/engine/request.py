@@ -89,6 +89,8 @@ class Request:
     """Lower is served first."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    adapter: Any = None
+    """The LoRA adapter that computes it, with an `adapter_id`; the runner's. None: the model as it is."""
     deadline: float | None = None
     """In seconds of `time.monotonic()`."""
     final_only: bool = False
@@ -101,6 +103,8 @@ class Request:
     pooling: PoolingParams | None = None
     """Given for a request that wants a vector of its prompt, and no tokens."""
     embedding: list[float] | None = None
+    token_type_ids: list[int] | None = None
+    """Which text of a pair each token of the prompt is of, for models that are told."""
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.monotonic()))
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
@@ -123,6 +127,11 @@ class Request:
         self.sequences = [Sequence(self, index) for index in range(num_sequences)]
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * self.prompt_logprobs_start
+
+    @property
+    def prefix_salt(self) -> tuple[object, ...]:
+        """Requests share cached prefixes only with requests that have the same."""
+        return (self.cache_salt, None if self.adapter is None else self.adapter.adapter_id)
 
     @property
     def num_outputs(self) -> int:

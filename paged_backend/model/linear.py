@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import paged_kernels
+from paged_backend.model.mapped_files import MappedFiles
 from paged_kernels import PackedWeight
 from paged_kernels.packing import LEAST_COLUMNS, can_be_merged, merge, pack, split
 from paged_kernels.vector import BFLOAT16_IS_FAST
@@ -130,6 +131,7 @@ def pack_linears(model: nn.Module) -> None:
     """
     if not BFLOAT16_IS_FAST or _has_tiles():
         return
+    files = MappedFiles()
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -137,3 +139,4 @@ def pack_linears(model: nn.Module) -> None:
                 continue
             if child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu":
                 setattr(parent, name, PackedLinear(pack(child.weight, 16), child.bias, torch.bfloat16))
+                files.let_go([child.weight])

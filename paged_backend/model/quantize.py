@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from paged_backend.errors import ConfigError
 from paged_backend.model.encoder import is_encoder
 from paged_backend.model.linear import PackedLinear
+from paged_backend.model.mapped_files import MappedFiles
 from paged_kernels import pack
 from paged_kernels.packing import LEAST_COLUMNS
 
@@ -37,6 +39,7 @@ def quantize_linears(model: PreTrainedModel, quantization: str, name: str) -> No
     if is_encoder(model.config):
         raise ConfigError(f"quantization={quantization!r} is for models that generate text, and {name} is an encoder")
     head = model.get_output_embeddings()
+    files, shared = MappedFiles(), _shared_weights(model)
     num_weights = 0
     for parent in list(model.modules()):
         children: list[tuple[str, Any]] = list(parent.named_children())
@@ -46,9 +49,17 @@ def quantize_linears(model: PreTrainedModel, quantization: str, name: str) -> No
                 bits = _BITS_OF_LOGITS if child is head else _BITS[quantization]
                 setattr(parent, child_name, PackedLinear(pack(weight, bits), child.bias, weight.dtype))
                 num_weights += weight.numel()
+                if id(child.weight) not in shared:
+                    files.let_go([child.weight])
     if num_weights == 0:
         raise ConfigError(f"quantization={quantization!r}: {name} has no linear layers that could be quantised")
     logger.info("%s: %.0f million weights in %s", name, num_weights / 1e6, quantization)
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """The ids of those that more than one module has."""
+    users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    return {weight for weight, num_users in users.items() if num_users > 1}
 
 
 def _weight(layer: Any) -> Tensor | None:

@@ -30,6 +30,7 @@ from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.inputs import StepInputs, step_inputs
 from paged_backend.model.linear import pack_linears, speed_up_linears
 from paged_backend.model.loader import LoadedModel
+from paged_backend.model.lora import AdapterStore, StepAdapters, adapted
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.self_check import check_logits, probe_token_ids
 from paged_backend.model.threads import thread_count
@@ -51,6 +52,11 @@ class ModelRunner:
         self.device = model.device
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.block_size = config.block_size
+        self.adapters: AdapterStore | None = None
+        """Where LoRA adapters come from, if there are any."""
+        self._step_adapters = StepAdapters(model.dtype, self.device)
+        self._adapted_decoder: FusedDecoder | None = None
+        """Of steps with adapters, if there is one of steps without."""
         with torch.inference_mode():
             probe = probe_token_ids(self.vocab_size, loaded.max_model_len, config.block_size)
             expected = self._plain_logits(probe)
@@ -62,13 +68,17 @@ class ModelRunner:
             self._kv_cache = kv_cache.allocate(self._specs, self.num_blocks, config.block_size, dtype, self.device)
             self._decoder: FusedDecoder | None = None
             coarsest = dtype
-            if config.quantization is not None and dtype == torch.float32:
+            if (config.quantization is not None or loaded.is_quantized) and dtype == torch.float32:
                 coarsest = torch.bfloat16  # inputs of 8 bits round as much
             check = functools.partial(
                 check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name
             )
             with paged_kernels.telling_of_compilation(_tell_of_compilation):
                 self._choose_code(loaded, check)
+        if config.enable_lora:
+            self.adapters = AdapterStore(model, config)
+            if self._decoder is not None:
+                self._adapted_decoder = adapted(self._decoder, model, self._step_adapters)
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
@@ -76,22 +86,36 @@ class ModelRunner:
         self._thread_count.adjust()
         self._copy_blocks(output)
         inputs = step_inputs(output.scheduled, self.block_size)
-        input_ids, positions, keep = inputs.input_ids, inputs.positions, inputs.keep
         layers = PagedLayers(self._specs, self._kv_cache, self._metadata(inputs))
+        if self.adapters is None or not any(item.sequence.request.adapter for item in output.scheduled):
+            return self._compute(output, layers, inputs, self._decoder)
+        pooled = PooledStep(output.scheduled).rows if output.pools else []
+        keep = np.concatenate([inputs.keep, np.array(pooled, np.int64)])
+        hooked = self._model if self._adapted_decoder is None else None
+        with self._step_adapters.of(output.scheduled, keep, len(inputs.keep), hooked):
+            return self._compute(output, layers, inputs, self._adapted_decoder)
+
+    def _compute(
+        self, output: SchedulerOutput, layers: PagedLayers, inputs: StepInputs, decoder: FusedDecoder | None
+    ) -> Tensor:
+        """By this decoder, or by transformers' code."""
+        input_ids, positions, keep = inputs.input_ids, inputs.positions, inputs.keep
         if output.pools:
-            return self._pool(PooledStep(output.scheduled), layers, inputs)
-        if self._decoder is not None:
-            return self._decoder.logits(self._decoder(layers, *map(self._tensor, (input_ids, positions, keep))))
+            return self._pool(PooledStep(output.scheduled), layers, inputs, decoder)
+        if decoder is not None:
+            return decoder.logits(decoder(layers, *map(self._tensor, (input_ids, positions, keep))))
         return self._forward(layers, input_ids, positions, keep)
 
-    def _pool(self, pooled: PooledStep, layers: PagedLayers, inputs: StepInputs) -> Tensor:
+    def _pool(
+        self, pooled: PooledStep, layers: PagedLayers, inputs: StepInputs, decoder: FusedDecoder | None
+    ) -> Tensor:
         """A step that also leaves hidden states to those who want embeddings; the logits are those of `keep`."""
         input_ids, positions, num_logits = inputs.input_ids, inputs.positions, len(inputs.keep)
         keep = np.concatenate([inputs.keep, np.array(pooled.rows, np.int64)])
-        if self._decoder is not None:
-            hidden = self._decoder(layers, *map(self._tensor, (input_ids, positions, keep)))
+        if decoder is not None:
+            hidden = decoder(layers, *map(self._tensor, (input_ids, positions, keep)))
             pooled.collect(hidden[num_logits:])
-            return self._decoder.logits(hidden[:num_logits])
+            return decoder.logits(hidden[:num_logits])
 
         def take(head: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
             (hidden,) = arguments
@@ -129,6 +153,8 @@ class ModelRunner:
 
     def _choose_code(self, loaded: LoadedModel, check: Callable[[], None]) -> None:
         """Fused code where it fits and the weights are ours to merge, else transformers' code; it passes `check`."""
+        if loaded.is_quantized:
+            return check()
         if loaded.owns_weights:
             pack_linears(self._model)
         if loaded.owns_weights and FusedDecoder.can_run(self._model):
