@@ -26,6 +26,19 @@ class Runner(engine.Runner, Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a model's way of computing rules out."""
+
+    max_num_seqs: int | None = None
+    """Most sequences that its memory has room for; None: as many as wanted."""
+    window: int | None = None
+    """How many tokens a token looks at in every layer, itself included; None: all of them, in some layer."""
+    keeps_state: bool = False
+    """A sequence has more than its keys and values in pages, so that it can neither go on from another one's pages nor
+    go back."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """A loaded model, ready to run; tests and other model code make their own."""
 
@@ -39,6 +52,7 @@ class Backend:
     """Sampling parameters that the model's authors recommend."""
     embedding: EmbeddingSupport | None = None
     """None: the runner gives no embeddings."""
+    traits: Traits = Traits()
 
 
 class EncoderRunner(encoder_engine.EncoderRunner, Protocol):
@@ -93,4 +107,9 @@ def load_backend(
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
         embedding=loaded.embedding,
+        traits=Traits(
+            max_num_seqs=runner.verdict.max_num_seqs,
+            keeps_state=runner.verdict.keeps_state,
+            window=runner.verdict.window,
+        ),
     )

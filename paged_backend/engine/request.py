@@ -168,8 +168,10 @@ class Sequence:
         "finish_reason",
         "hypothesis",
         "index",
+        "model_state",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_dropped_blocks",
         "num_prompt_tokens",
         "num_published_blocks",
         "order",
@@ -195,6 +197,8 @@ class Sequence:
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first admitted."""
         self.block_table: list[int] = []
+        self.num_dropped_blocks = 0
+        """The first ones in the table that it does not hold any more, since nothing will look at them again."""
         self.num_published_blocks = 0
         self.prefix_id: int | None = None
         """What the KV-cache manager knows the published blocks of this sequence by."""
@@ -212,6 +216,9 @@ class Sequence:
         """What beam search found this finished output to be."""
         self.output: Any = None
         """The output processor's: the text so far."""
+        self.model_state: Any = None
+        """The runner's: what the model keeps of the computed tokens besides keys and values in pages, if anything; a
+        fork gets what its `copy()` returns."""
         self.pooling_state: Any = None
         """The runner's: what it has of the embedding so far."""
         self.sampling_state: Any = None
@@ -231,6 +238,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Its blocks, without those that it has given back already."""
+        return self.block_table[self.num_dropped_blocks :]
 
     @property
     def is_parked(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Sequence
+from typing import Protocol
 
 import psutil
 import torch
@@ -10,7 +12,6 @@ from torch import Tensor
 
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError
-from paged_backend.model.attention import LayerSpec
 
 _CPU_SHARE = 1 / 3
 _CPU_MOST = 4 * 2**30
@@ -18,9 +19,28 @@ _GIB = 2**30
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
 
 
-def block_bytes(specs: list[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+class KVShape(Protocol):
+    """What a layer keeps per token."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def value_head_size(self) -> int: ...
+    @property
+    def source(self) -> int | None:
+        """Another layer, whose keys and values are this one's too."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it has its own."""
+
+
+def block_bytes(specs: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
-    num_values = sum(spec.num_kv_heads * (spec.head_size + spec.value_head_size) for spec in specs)
+    stored = (spec for spec in specs if spec.is_stored)
+    num_values = sum(spec.num_kv_heads * (spec.head_size + spec.value_head_size) for spec in stored)
     return num_values * block_size * dtype.itemsize
 
 
@@ -34,11 +54,8 @@ def num_blocks_for(config: EngineConfig, bytes_per_block: int, max_model_len: in
     available = available_memory(device)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
-    elif config.kv_cache_memory is not None:
-        assert isinstance(config.kv_cache_memory, int)
-        num_blocks = min(config.kv_cache_memory // bytes_per_block, num_useful)
     else:
-        num_blocks = min(_default_memory(config, available, device) // bytes_per_block, num_useful)
+        num_blocks = min(memory_for(config, device) // bytes_per_block, num_useful)
     needed = num_blocks * bytes_per_block
     if needed > available:
         raise ConfigError(
@@ -54,14 +71,21 @@ def num_blocks_for(config: EngineConfig, bytes_per_block: int, max_model_len: in
 
 
 def allocate(
-    specs: list[LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    specs: Sequence[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Keys [blocks, K, block_size, D] and values [blocks, K, block_size, Dv] of each layer, not initialised."""
+    """Keys [blocks, K, block_size, D] and values [blocks, K, block_size, Dv] of each layer, not initialised; those of a
+    layer that shares another one's are the same tensors."""
 
-    def tensor(spec: LayerSpec, head_size: int) -> Tensor:
+    def tensor(spec: KVShape, head_size: int) -> Tensor:
         return torch.empty(num_blocks, spec.num_kv_heads, block_size, head_size, dtype=dtype, device=device)
 
-    return [(tensor(spec, spec.head_size), tensor(spec, spec.value_head_size)) for spec in specs]
+    layers: list[tuple[Tensor, Tensor]] = []
+    for spec in specs:
+        if spec.source is None:
+            layers.append((tensor(spec, spec.head_size), tensor(spec, spec.value_head_size)))
+        else:
+            layers.append(layers[spec.source])
+    return layers
 
 
 def available_memory(device: torch.device | str = "auto") -> int:
@@ -91,6 +115,10 @@ def _cgroup_memory() -> list[int]:
     return left
 
 
-def _default_memory(config: EngineConfig, available: int, device: torch.device) -> int:
-    share = int(available * config.gpu_memory_utilization)
+def memory_for(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that the cache may take: those asked for, or a share of what is free."""
+    if config.kv_cache_memory is not None:
+        assert isinstance(config.kv_cache_memory, int)
+        return config.kv_cache_memory
+    share = int(available_memory(device) * config.gpu_memory_utilization)
     return share if device.type == "cuda" else min(int(share * _CPU_SHARE), _CPU_MOST)
