@@ -30,20 +30,23 @@ class OwnCache(NamedTuple):
 class OwnCacheTier:
     """Nothing is paged: blocks only count how much the sequences' caches take."""
 
-    state_bytes = 0
-
     def __init__(self, model: Any, call: ModelCall) -> None:
         self._device = model.device
         self._call = call
         self.implementation: str | None = None
-        self.token_bytes = 0
+        self.token_bytes = self.state_bytes = 0
 
     def record(self, token_ids: Tensor) -> list[GatheredSpec]:
-        num_tokens = token_ids.shape[1]
-        positions = torch.arange(num_tokens, device=self._device)[None]
-        _, cache = self._run(token_ids, positions, None, None)
-        self.token_bytes = -(-_num_bytes(cache.content, set()) // num_tokens)
+        long = token_ids.shape[1]
+        short = (long + 1) // 2
+        few, many = (self._cache_bytes(token_ids[:, :length]) for length in (short, long))
+        self.token_bytes = max(0, many - few) // max(1, long - short)
+        self.state_bytes = max(0, many - long * self.token_bytes)
         return []
+
+    def _cache_bytes(self, token_ids: Tensor) -> int:
+        positions = torch.arange(token_ids.shape[1], device=self._device)[None]
+        return _num_bytes(self._run(token_ids, positions, None, None)[1].content, set())
 
     def attach(self, kv_cache: list[tuple[Tensor, Tensor]]) -> None:
         assert not kv_cache
