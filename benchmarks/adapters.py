@@ -12,6 +12,7 @@ kept from that.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import statistics
 import time
@@ -59,8 +60,9 @@ def chat_hugging_face(model: str, num_tokens: int) -> Answer:
     return answer
 
 
-def hugging_face_pipeline(model: str, num_tokens: int) -> Answer:
-    pipeline, folder = _pipeline(model, batch_size=32)
+def hugging_face_pipeline(model: str, num_tokens: int, batch_size: int = 4) -> Answer:
+    """4 is its default."""
+    pipeline, folder = _pipeline(model, batch_size)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 
     def answer(questions: list[str]) -> None:
@@ -95,6 +97,10 @@ ENGINES: dict[str, tuple[Callable[[str, int], Answer], str]] = {
     "ChatPaged.batch": (chat_paged, "langchain_paged"),
     "ChatHuggingFace.batch": (chat_hugging_face, "langchain_huggingface"),
     "HuggingFacePipeline.batch": (hugging_face_pipeline, "langchain_huggingface"),
+    "HuggingFacePipeline(batch_size=32).batch": (
+        functools.partial(hugging_face_pipeline, batch_size=32),
+        "langchain_huggingface",
+    ),
     "HuggingFaceLLM.chat": (hugging_face_llm, "llama_index.llms.huggingface"),
 }
 
@@ -171,7 +177,7 @@ def main() -> None:
     first = arguments.engines[0]
     for name, values in seconds.items():
         speed = statistics.median(a / b for a, b in zip(seconds[first], values, strict=True))
-        print(f"{name:26} median {statistics.median(values):7.2f} s   {speed:.2f}x the speed of {first}")
+        print(f"{name:40} median {statistics.median(values):7.2f} s   {speed:.2f}x the speed of {first}")
     for engine in engines.values():
         engine.send(None)
 

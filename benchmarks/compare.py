@@ -74,7 +74,8 @@ def _rate(workload: Workload, answer: dict[str, Any]) -> float:
 
 
 def draw(path: Path, runs: list[results.Run]) -> None:
-    tables = [results.overview(runs), results.details(runs), results.settings(runs)]
+    title = '# Rates by engine and workload\n\nDrawn by `benchmarks/compare.py`; "ours": how many times as fast.'
+    tables = [title, results.overview(runs), results.details(runs), results.settings(runs)]
     path.with_suffix(".md").write_text("\n\n".join(tables) + "\n")
     results.plot(runs, path.with_suffix(".svg"))
 

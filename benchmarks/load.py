@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import pathlib
 import random
 import socket
@@ -26,13 +27,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import psutil
 
 import paged_backend
+from engines import available_threads
 from paged_backend import LLM, SamplingParams
 from rounds import start, versions
 from stream_client import Answer, chat
@@ -137,9 +139,9 @@ async def put_load(target: Target, num_clients: int, seconds: float, seed: int) 
 
 
 @contextlib.contextmanager
-def serving(command: list[str], port: int, ready: str) -> Iterator[int]:
+def serving(command: list[str], port: int, ready: str, environment: Mapping[str, str] | None = None) -> Iterator[int]:
     """The id of a server's process, once `ready` answers 200; ended, and waited for, at the end."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=None)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})})
     try:
         deadline = time.monotonic() + _READY_SECONDS
         while not answers(port, ready):
@@ -216,21 +218,22 @@ def rate_in_process(arguments: argparse.Namespace, load: Load) -> float:
     return sum(number for _, number in work) / float(seconds)
 
 
-def peer_command(name: str, arguments: argparse.Namespace, folder: str, port: int) -> tuple[list[str], str]:
-    """How to start another server, and what answers once it is ready."""
+def peer_command(name: str, arguments: argparse.Namespace, folder: str, port: int) -> list[str]:
+    """How to start another server."""
     common = ["--host", HOST, "--port", str(port), "--dtype", arguments.dtype]
     if name == "vllm":
         python = [arguments.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-        return [*python, *common, "--served-model-name", folder, "--max-num-seqs", str(arguments.clients)], "/health"
+        return [*python, *common, "--served-model-name", folder, "--max-num-seqs", str(arguments.clients)]
     transformers = str(pathlib.Path(sys.executable).with_name("transformers"))
-    return [transformers, "serve", *common, "--continuous-batching", "--device", "cpu"], "/health"
+    return [transformers, "serve", *common, "--continuous-batching", "--device", "cpu"]
 
 
 def load_of_peer(name: str, arguments: argparse.Namespace) -> Load:
     port = free_port()
     folder = str(paged_backend.demo_folder()) if arguments.model == "demo" else arguments.model
-    command, ready = peer_command(name, arguments, folder, port)
-    with serving(command, port, ready) as process_id:
+    cores = f"0-{available_threads() - 1}"
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    with serving(peer_command(name, arguments, folder, port), port, "/health", environment) as process_id:
         target = Target(process_id, port, folder, is_transformers=name == "transformers")
         asyncio.run(put_load(target, 2, 1.0, seed=-1))
         return asyncio.run(put_load(target, arguments.clients, arguments.peer_seconds, arguments.seed))

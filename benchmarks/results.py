@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from workloads import WORKLOADS
+
 Run = dict[str, Any]
 EIGHT_BITS = ("int8", "q8_0")
 
@@ -61,10 +63,12 @@ def opponent_of(engine: str) -> str:
 
 
 def measured(runs: list[Run]) -> tuple[list[str], list[str]]:
-    """Workloads and engines, in the order of their first run; ours first."""
-    workloads = dict.fromkeys(workload for run in runs for workload in run["rates"])
+    """Workloads as workloads.py orders them, and engines as they were first measured, ours first."""
+    workloads = {workload for run in runs for workload in run["rates"]}
     engines = dict.fromkeys(engine for run in runs for by_engine in run["rates"].values() for engine in by_engine)
-    return list(workloads), sorted(engines, key=lambda engine: not engine.startswith("paged"))
+    return sorted(workloads, key=list(WORKLOADS).index), sorted(
+        engines, key=lambda engine: not engine.startswith("paged")
+    )
 
 
 def overview(runs: list[Run]) -> str:
@@ -120,13 +124,15 @@ def markdown(rows: Iterable[list[str]]) -> str:
 
 
 def settings(runs: list[Run]) -> str:
-    """A markdown list: what each engine was, and was told."""
+    """A markdown list: where it was measured, what each engine was, and was told."""
     newest = {engine: said for run in runs for engine, said in run["engines"].items()}
-    return "\n".join(
+    places = dict.fromkeys(f"- {run['machine']}; {run['threads']} threads; model {run['model']}" for run in runs)
+    engines = [
         f"- `{engine}`: {said['package']} {said['version']}; "
         + ", ".join(f"{name} {value}" for name, value in said["settings"].items())
         for engine, said in newest.items()
-    )
+    ]
+    return "\n".join([*places, *engines])
 
 
 def plot(runs: list[Run], path: Path) -> None:

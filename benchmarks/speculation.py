@@ -14,6 +14,7 @@ import argparse
 import multiprocessing
 import statistics
 import time
+from array import array
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ def print_steps(arguments: argparse.Namespace) -> None:
         (sequence,) = request.sequences
         num_blocks = -(-length // config.block_size)
         sequence.num_computed_tokens = length - num_rows
-        sequence.block_table = list(range(index * num_blocks, (index + 1) * num_blocks))
+        sequence.block_table = array("i", range(index * num_blocks, (index + 1) * num_blocks))
         return ScheduledSequence(sequence, num_rows, num_rows)
 
     for num_rows in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 64):

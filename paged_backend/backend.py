@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
 from paged_backend.engine import encoder_engine, engine
+from paged_backend.garbage import no_garbage_collection
 from paged_backend.pooling_params import EmbeddingSupport
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class EncoderBackend:
     embedding: EmbeddingSupport
 
 
+@no_garbage_collection()
 def load_backend(
     model: str | os.PathLike[str] | PreTrainedModel,
     tokenizer: str | PreTrainedTokenizerBase | None,

@@ -37,7 +37,7 @@ from paged_backend.server.models import Models
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("serve", "chat", "generate", "run-batch", "check", "bench", "demo")
 # What EngineConfig has, and what there is to set: these make no difference yet.
-WITHOUT_EFFECT = {"enforce_eager", "quantization"}
+WITHOUT_EFFECT = {"enforce_eager"}
 
 
 def run(*arguments: str, text: str | None = None) -> Result:
@@ -408,6 +408,7 @@ BATCH: list[tuple[str, str | None]] = [
     ),
     (json.dumps({"custom_id": "5", "url": "/v1/completions", "body": {"prompt": "x", "model": "other"}}), "404"),
     (json.dumps({"custom_id": "6", "url": "/v1/completions", "body": {"prompt": "x" * 5000}}), "400"),
+    (json.dumps({"custom_id": "response", "url": "/v1/responses", "body": {"input": "hi"}}), None),
     (json.dumps({"custom_id": "7", "url": "/v1/completions", "body": {"prompt": "x", "nope": 1}}), "400"),
     (
         json.dumps(
@@ -434,6 +435,7 @@ def test_a_batch_answers_every_line_once(fakes: Fakes, tmp_path: Path) -> None:
     assert sorted(map(outcome, records), key=str) == sorted(expected, key=str)
     by_id = {record["custom_id"]: record for record in records if outcome(record) is None}
     assert by_id["good"]["response"]["body"]["choices"][0]["text"] == "abcdefgh"
+    assert by_id["response"]["response"]["body"]["output"][0]["content"][0]["text"] == "abcdefgh"
     assert len(by_id["zwölf"]["response"]["body"]["choices"]) == 2
     assert "zwölf" in target.read_text()
     errors = [json.loads(line) for line in (tmp_path / "out.jsonl.errors").read_text().splitlines()]

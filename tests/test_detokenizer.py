@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from helpers import byte_fallback_tokenizer, byte_level_tokenizer, metaspace_tokenizer
 from paged_backend import EngineConfig
-from paged_backend.engine.detokenizer import Decode, Detokenizer
+from paged_backend.engine.detokenizer import Detokenizer
+from paged_backend.engine.incremental_text import Decode
 from paged_backend.model.demo import demo_folder
 
 BROKEN = "\ufffd"

@@ -24,7 +24,17 @@ class Batch:
     The dense keys and values are kept to compare with.
     """
 
-    def __init__(self, query_lens, seq_lens, *, heads=(4, 2), head_sizes=(16, 16), block_size=4, dtype=torch.float32):
+    def __init__(
+        self,
+        query_lens,
+        seq_lens,
+        *,
+        heads=(4, 2),
+        head_sizes=(16, 16),
+        block_size=4,
+        dtype=torch.float32,
+        cache_dtype=None,
+    ):
         num_heads, num_kv_heads = heads
         generator = torch.Generator().manual_seed(sum(seq_lens))
 
@@ -42,11 +52,15 @@ class Batch:
         self.block_tables = torch.full(
             (len(seq_lens), max(num_blocks, default=0) + 2), GARBAGE_BLOCK, dtype=torch.int32
         )
-        self.k_cache = torch.full((len(free), num_kv_heads, block_size, head_sizes[0]), math.nan, dtype=dtype)
-        self.v_cache = torch.full((len(free), num_kv_heads, block_size, head_sizes[1]), math.nan, dtype=dtype)
+        slots, self.scales = (len(free), num_kv_heads, block_size), {}
+        if cache_dtype == torch.int8:
+            self.k_cache, self.v_cache = (torch.full((*slots, size), 99, dtype=torch.int8) for size in head_sizes)
+            self.scales = {f"{x}_scales": torch.full(slots, math.nan, dtype=torch.bfloat16) for x in "kv"}
+        else:
+            self.k_cache, self.v_cache = (torch.full((*slots, size), math.nan, dtype=dtype) for size in head_sizes)
         for s, n in enumerate(num_blocks):
             self.block_tables[s, :n], free = free[:n], free[n:]
-            store_kv(self.keys[s], self.values[s], self.k_cache, self.v_cache, self.slots(s))
+            store_kv(self.keys[s], self.values[s], self.k_cache, self.v_cache, self.slots(s), **self.scales)
 
     def slots(self, s: int) -> Tensor:
         block_size = self.k_cache.shape[2]
@@ -57,7 +71,7 @@ class Batch:
         query_start_loc = torch.tensor([0, *self.query_lens]).cumsum(0).int()
         seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32)
         caches = (self.k_cache, self.v_cache, self.block_tables)
-        return attention(self.query, *caches, query_start_loc, seq_lens, scale=self.scale, **options)
+        return attention(self.query, *caches, query_start_loc, seq_lens, scale=self.scale, **self.scales, **options)
 
     def assert_same(self, **options: Any) -> None:
         actual, expected = self.attend(**options), self.attend(reference.paged_attention, **options)
@@ -151,6 +165,28 @@ def test_every_shape_of_heads_and_blocks_works(heads, head_sizes, block_size):
 )
 def test_any_mix_of_query_and_context_lengths_works(query_lens, seq_lens, dtype):
     Batch(query_lens, list(seq_lens), dtype=dtype).assert_same()
+
+
+@each_option
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cache_of_integers_serves_every_option(options, dtype):
+    batch = Batch([1, 40, 3, 0, 17, 1], [700, 40, 259, 12, 333, 1], dtype=dtype, cache_dtype=torch.int8)
+    batch.assert_same(**options)
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (8, 1)], ids="H{0[0]}K{0[1]}".format)
+@pytest.mark.parametrize("head_sizes", [(64, 64), (80, 96), (24, 40)], ids="D{0[0]}Dv{0[1]}".format)
+@pytest.mark.parametrize("block_size", [1, 6, 16])
+def test_a_cache_of_integers_serves_every_shape(heads, head_sizes, block_size):
+    sizes = {"heads": heads, "head_sizes": head_sizes, "block_size": block_size}
+    Batch([1, 5, 18], [300, 37, 18], dtype=torch.bfloat16, cache_dtype=torch.int8, **sizes).assert_same()
+
+
+def test_attention_to_a_cache_of_integers_is_nearly_that_to_its_numbers():
+    lengths = [1, 20], [300, 50]
+    exact, coarse = (Batch(*lengths, head_sizes=(64, 64), cache_dtype=dtype) for dtype in (None, torch.int8))
+    difference = (exact.attend() - coarse.attend()).std() / exact.attend().std()
+    assert 0 < difference < 0.02
 
 
 def test_float16_is_supported():
@@ -258,6 +294,25 @@ def test_tokens_are_stored_in_their_slots_and_nowhere_else(store, dtype, contigu
     store(key, value, k_cache, v_cache, torch.tensor(slots))
     assert torch.equal(k_cache, expected_k)
     assert torch.equal(v_cache, expected_v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_integers_and_their_scales_are_stored_as_defined(dtype):
+    key = torch.randn(5, 2, 16).to(dtype)
+    key[0, 0], key[1, 1, 3] = 0, 1000  # nothing to scale, and an outlier
+    key[2, 0] = torch.arange(16) * 0.5  # halves that fall on ties
+    slots = torch.tensor([5, -1, 11, 0, 6])
+    stored = []
+    for store in (store_kv, reference.store_kv):
+        cache = torch.full((3, 2, 4, 16), 77, dtype=torch.int8)
+        scales = torch.full((3, 2, 4), 7.0, dtype=torch.bfloat16)
+        store(key, key, cache, cache.clone(), slots, k_scales=scales, v_scales=scales.clone())
+        stored.append((cache, scales))
+    assert torch.equal(stored[0][0], stored[1][0])
+    assert torch.equal(stored[0][1], stored[1][1])
+    assert (stored[0][0] == 77).all(-1).sum() == 24 - 8
+    numbers = stored[0][0][1, :, 1].float() * stored[0][1][1, :, 1, None].float()
+    assert (numbers - key[0].float()).abs().max() <= 0.51 * stored[0][1][1, :, 1].max()
 
 
 def test_storing_no_tokens_is_fine():

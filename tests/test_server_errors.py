@@ -13,6 +13,7 @@ from helpers import SchedulerOutput, StepFailure
 from helpers_server import JSON, ServerUnderTest, events_of, make_models, make_scripted_llm, make_server, refusal, user
 from paged_backend import LLM, ConfigError
 from paged_backend.server.app import create_app
+from paged_backend.server.errors import encode_in_pieces, encode_json
 from paged_backend.server.settings import ServerSettings
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
@@ -292,6 +293,11 @@ async def test_pages_from_elsewhere_are_let_in_only_if_named() -> None:
             response = await client.options("/v1/chat/completions", headers={"Origin": origin, **asking})
             assert response.headers.get("access-control-allow-origin") == allowed
     server.serving.close()
+
+
+def test_long_lists_are_the_same_json_in_pieces() -> None:
+    content = {"a": list(range(10_000)), "b": ['é"', None, [1, 2]] * 3000, "c": [], "d": 1, "e": None, 'f"': {"g": [1]}}
+    assert encode_in_pieces(content) == encode_json(content)
 
 
 @pytest.mark.parametrize(

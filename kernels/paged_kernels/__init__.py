@@ -1,7 +1,8 @@
 """What a language model computes with a paged cache of keys and values, and around it.
 
-Attention: `store_kv` and `paged_attention`. Matrix products: `linear`. Between them: `add_rms_norm`, `rotary` and
-`silu_and_mul`. After them: `mask_logits`.
+Attention: `store_kv` and `paged_attention`. Matrix products: `linear`, and `packed_linear` for what `pack` makes of
+weights. Between them: `add_rms_norm`, `rotary` and `silu_and_mul`. After them: `mask_logits`, `draw`
+and `best_logits`.
 
 `reference` defines what they compute. Called from here they run the implementation for the tensors' device. The first
 call for a dtype on a CPU compiles, once per machine: the result is kept on disk. Call them from one thread at a time.
@@ -14,8 +15,24 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from paged_kernels import reference
+from paged_kernels.compilation import telling_of_compilation
+from paged_kernels.packing import PackedWeight, pack
 
-__all__ = ["add_rms_norm", "linear", "mask_logits", "paged_attention", "rotary", "silu_and_mul", "store_kv"]
+__all__ = [
+    "PackedWeight",
+    "add_rms_norm",
+    "best_logits",
+    "draw",
+    "linear",
+    "mask_logits",
+    "pack",
+    "packed_linear",
+    "paged_attention",
+    "rotary",
+    "silu_and_mul",
+    "store_kv",
+    "telling_of_compilation",
+]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -39,9 +56,12 @@ def _by_device(definition: Callable[_Parameters, _Result], cpu_module: str) -> C
 
 
 add_rms_norm = _by_device(reference.add_rms_norm, "fused")
+best_logits = _by_device(reference.best_logits, "sampling")
+draw = _by_device(reference.draw, "sampling")
 linear = _by_device(reference.linear, "gemm")
 mask_logits = _by_device(reference.mask_logits, "masks")
 paged_attention = _by_device(reference.paged_attention, "cpu")
+packed_linear = _by_device(reference.packed_linear, "packed")
 rotary = _by_device(reference.rotary, "fused")
 silu_and_mul = _by_device(reference.silu_and_mul, "fused")
 store_kv = _by_device(reference.store_kv, "cpu")

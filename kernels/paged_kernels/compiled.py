@@ -1,7 +1,7 @@
 """What all CPU kernels share: how they are compiled, how many threads they use, how tensors reach them.
 
 Numba's disk cache does not notice a change of an imported module: after one here, in plan.py or in vector.py, touch
-cpu.py, fused.py, gemm.py and masks.py.
+cpu.py, fused.py, gemm.py, masks.py and sampling.py.
 """
 
 import math
@@ -46,6 +46,16 @@ def set_num_threads() -> int:
     if torch.get_num_threads() != torch_threads:  # Numba's first start sets OpenMP's number, which torch may share
         torch.set_num_threads(torch_threads)
     return num_threads
+
+
+def array_of(tensor: torch.Tensor) -> NDArray[Any]:
+    """The tensor's memory; 16-bit floats as integers, see vector.py."""
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    elif tensor.dtype == torch.float16:
+        tensor = tensor.view(torch.int16)
+    array: NDArray[Any] = tensor.numpy()
+    return array
 
 
 @compile_kernel

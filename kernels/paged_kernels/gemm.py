@@ -13,24 +13,26 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_kernels import compiled
 from paged_kernels.compiled import TYPES, array_at, set_num_threads
 from paged_kernels.vector import (
+    BFLOAT16_IS_FAST,
     LANES,
     NUM_SUMS,
     add_dots,
     copy_from_float32,
     copy_in_pairs,
     from_float32,
-    to_float32,
 )
 
 _STEP = 32  # a multiple of PAIR
 _DEPTH = 1024  # how deep to multiply in one go: a block of rows and one of columns fit in the L1 cache
 _TILE = 32  # columns that are widened together
+_TILE_OF_PAIRS = 16  # columns of bfloat16 that fit in the L1 cache beside some rows
 _MOST_ROWS = 512  # that are multiplied with a tile
 _MOST_ROWS_IN_PLACE = 64  # above, it is faster by 5 % to widen a tile of columns first
 _SERIAL_COST = 200_000  # about 10 µs: a product below is not worth other threads
@@ -55,7 +57,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias = bias.float().contiguous()
     out = x.new_empty(num_rows, num_columns)
     addresses = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
-    args = (TYPES[x.dtype], TYPES[weight.dtype], *addresses, x.stride(0), num_columns, depth)
+    in_pairs = BFLOAT16_IS_FAST and x.dtype == weight.dtype == torch.bfloat16
+    row_type = TYPES[torch.bfloat16 if in_pairs else torch.float32]
+    args = (TYPES[x.dtype], TYPES[weight.dtype], row_type, *addresses, x.stride(0), num_columns, depth)
     num_threads = 1 if num_rows * num_columns * depth < _SERIAL_COST else set_num_threads()
     if num_threads == 1:
         _multiply(*args, 0, num_rows, 0, num_columns)
@@ -68,6 +72,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _multiply_in_threads(
     x_like: NDArray[Any],
     weight_like: NDArray[Any],
+    row_like: NDArray[Any],
     x: int,
     weight: int,
     bias: int,
@@ -87,15 +92,15 @@ def _multiply_in_threads(
             end_column = min(num_eights * (thread + 1) // num_threads * 8, num_columns)
         else:
             row, end_row = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _multiply(
-            x_like, weight_like, x, weight, bias, out, stride, num_columns, depth, row, end_row, column, end_column
-        )
+        args = (x_like, weight_like, row_like, x, weight, bias, out, stride, num_columns, depth)
+        _multiply(*args, row, end_row, column, end_column)
 
 
 @_compile
 def _multiply(
     x_like: NDArray[Any],
     weight_like: NDArray[Any],
+    row_like: NDArray[Any],
     x: int,
     weight: int,
     bias: int,
@@ -112,7 +117,7 @@ def _multiply(
     weights = array_at(weight, 0, num_columns * depth, weight_like)
     for first in range(row, end_row, _MOST_ROWS):
         num_rows = min(_MOST_ROWS, end_row - first)
-        rows = _aligned(num_rows, _padded(depth))
+        rows = _aligned(num_rows, _padded(depth), row_like)
         for r in range(num_rows):
             _widen(array_at(x, (first + r) * stride, depth, x_like), 0, depth, rows[r])
         target = array_at(out, first * num_columns, num_rows * num_columns, x_like)
@@ -121,7 +126,7 @@ def _multiply(
 
 @_compile
 def _multiply_rows(
-    rows: NDArray[np.float32],
+    rows: NDArray[Any],
     weights: NDArray[Any],
     bias: int,
     out: NDArray[Any],
@@ -131,11 +136,13 @@ def _multiply_rows(
     end_column: int,
 ) -> None:
     num_rows = len(rows)
-    reads_in_place = weights.itemsize == 2 and num_rows <= _MOST_ROWS_IN_PLACE and depth % _STEP == 0
-    tile = _aligned(_TILE, min(_DEPTH, rows.shape[1]))
-    totals = _aligned(num_rows, _TILE)
-    for first in range(column, end_column, _TILE):
-        width = min(_TILE, end_column - first)
+    is_narrow = weights.itemsize == 2 and (num_rows <= _MOST_ROWS_IN_PLACE or rows.itemsize == 2)
+    reads_in_place = is_narrow and depth % _STEP == 0
+    tile = _aligned(_TILE, min(_DEPTH, rows.shape[1]), rows)
+    totals = _aligned(num_rows, _TILE, np.empty(0, np.float32))
+    tile_width = _TILE_OF_PAIRS if rows.itemsize == 2 else _TILE
+    for first in range(column, end_column, tile_width):
+        width = min(tile_width, end_column - first)
         _reset(totals, bias, first, width)
         for k in range(0, depth, _DEPTH):
             length = min(_DEPTH, depth - k)
@@ -149,14 +156,14 @@ def _multiply_rows(
 
 
 @_compile
-def _widen(source: NDArray[Any], start: int, length: int, row: NDArray[np.float32]) -> None:
+def _widen(source: NDArray[Any], start: int, length: int, row: NDArray[Any]) -> None:
     """Copy numbers into a row in pairs, padded with zeros."""
     whole = length // _STEP * _STEP
     copy_in_pairs(source, start, row, 0, whole)
     if whole < length:
-        rest = np.zeros(_STEP, np.float32)
+        rest = np.zeros(_STEP, source.dtype)
         for i in range(length - whole):
-            rest[i] = to_float32(source[start + whole + i])
+            rest[i] = source[start + whole + i]
         copy_in_pairs(rest, 0, row, whole, _STEP)
 
 
@@ -173,7 +180,7 @@ def _reset(totals: NDArray[np.float32], bias: int, first: int, width: int) -> No
 
 @_compile
 def _add_products(
-    rows: NDArray[np.float32],
+    rows: NDArray[Any],
     k: int,
     columns: NDArray[Any],
     start: int,
@@ -188,20 +195,25 @@ def _add_products(
     for block in range(num_blocks):
         first, end = num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks
         x, height = first * depth + k, end - first
-        for c in range(0, width, 8 if height <= _BLOCK_OF_EIGHT else 4):
+        at_once = 8 if height <= _BLOCK_OF_EIGHT else 4
+        for c in range(0, width, at_once):
             w, t = start + c * stride, first * _TILE + c
+            # The next columns: the processor does not foresee them, and memory is 1.3 to 1.8 times as fast for it.
+            ahead = at_once * stride
+            if rows.itemsize == 2 and num_blocks > 1:  # each block of rows has some of the next tile fetched
+                ahead = width * stride if block == c * num_blocks // width else 0
             if height == 1:
-                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 1, 8)
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, ahead, 1, 8)
             elif height == 2:
-                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 2, _WIDTH_OF_2)
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, ahead, 2, _WIDTH_OF_2)
             elif height == 3:
-                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 3, _WIDTH_OF_3)
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, ahead, 3, _WIDTH_OF_3)
             elif height == 4:
-                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 4, 4)
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, ahead, 4, 4)
             elif height == 5:
-                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 5, 4)
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, ahead, 5, 4)
             else:
-                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, 6, 4)
+                add_dots(rows, x, depth, columns, w, stride, length, totals, t, _TILE, ahead, 6, 4)
 
 
 @_compile
@@ -220,8 +232,8 @@ def _padded(length: int) -> int:
 
 
 @_compile
-def _aligned(num_rows: int, width: int) -> NDArray[np.float32]:
+def _aligned(num_rows: int, width: int, like: NDArray[Any]) -> NDArray[Any]:
     """Memory that begins at a multiple of 64 bytes: vectors that straddle cache lines load half as fast."""
-    memory = np.empty(num_rows * width + LANES, np.float32)
-    first = (-memory.ctypes.data % 64) // 4
+    memory = np.empty(num_rows * width + 64 // like.itemsize, like.dtype)
+    first = (-memory.ctypes.data % 64) // like.itemsize
     return memory[first : first + num_rows * width].reshape(num_rows, width)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from paged_kernels.compiled import compile_kernel
 
-QUERY_TILE = 16
+_ROWS = 96  # of an item at most, unless one query has more: queries times the heads that share keys and values
 SPLIT = 256  # keys of one item, where the keys of a sequence are cut
 
 ITEM = np.dtype(
@@ -36,19 +36,20 @@ def plan(
     chunk: int,
 ) -> NDArray[Any]:
     """The work items of a batch."""
+    tile = max(1, _ROWS // group)
     most = 0
     for s in range(len(seq_lens)):
-        most += (query_start_loc[s + 1] - query_start_loc[s]) // QUERY_TILE + seq_lens[s] // SPLIT + 2
+        most += (query_start_loc[s + 1] - query_start_loc[s]) // tile + seq_lens[s] // SPLIT + 2
     items = np.empty(most * num_kv_heads, ITEM)
     num_items = num_partials = 0
     for s in range(len(seq_lens)):
         start, stop = query_start_loc[s], query_start_loc[s + 1]
-        for token in range(start, stop, QUERY_TILE):
-            num_queries = min(QUERY_TILE, stop - token)
+        for token in range(start, stop, tile):
+            num_queries = min(tile, stop - token)
             position = seq_lens[s] - (stop - token)
             first_key = first_visible(position, window, chunk)
             end_key = position + num_queries
-            length = SPLIT if stop - start <= QUERY_TILE else end_key - first_key
+            length = SPLIT if stop - start <= tile else end_key - first_key
             num_splits = -(-(end_key - first_key) // length)
             for h in range(num_kv_heads):
                 for split in range(num_splits):
@@ -79,25 +80,25 @@ def num_partials_of(items: NDArray[Any], group: int) -> int:
 
 
 @compile_kernel
-def cost_of(items: NDArray[Any], begin: int, end: int) -> int:
-    """Widening a key and its value takes about as long as one query's logit and sum."""
+def cost_of(items: NDArray[Any], group: int, begin: int, end: int) -> int:
+    """Loading a key and its value takes about as long as multiplying them with eight rows."""
     cost = 0
     for i in range(begin, end):
-        cost += (items[i].end_key - items[i].first_key) * (items[i].num_queries + 1)
+        cost += (items[i].end_key - items[i].first_key) * (items[i].num_queries * group + 8)
     return cost
 
 
 @compile_kernel
-def share(items: NDArray[Any], num_threads: int) -> NDArray[np.int64]:
+def share(items: NDArray[Any], group: int, num_threads: int) -> NDArray[np.int64]:
     """Where each thread's run of items begins, and the end of the last one."""
-    total = cost_of(items, 0, len(items))
+    total = cost_of(items, group, 0, len(items))
     bounds = np.full(num_threads + 1, len(items))
     done = thread = 0
     for i in range(len(items)):
         while done * num_threads >= thread * total:
             bounds[thread] = i
             thread += 1
-        done += cost_of(items, i, i + 1)
+        done += cost_of(items, group, i, i + 1)
     return bounds
 
 

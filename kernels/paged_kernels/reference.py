@@ -11,9 +11,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from paged_kernels.packing import PackedWeight, quantize_rows
 
-def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+) -> None:
     """Write the keys and values of new tokens into their slots of the paged cache.
+
+    With scales the cache is int8: each token's head is divided by its largest absolute value / 127, rounded to
+    bfloat16, and rounded to integers, ties to even.
 
     Args:
         key: [T, K, D]
@@ -21,12 +35,20 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
         k_cache: [num_blocks, K, block_size, D]; one head's slots in a block are contiguous.
         v_cache: [num_blocks, K, block_size, Dv]
         slot_mapping: [T] int64, `block_id * block_size + offset` of each token; -1 writes nothing.
+        k_scales: [num_blocks, K, block_size] bfloat16, what the integers of each slot are multiples of.
+        v_scales: likewise
     """
     block_size = k_cache.shape[2]
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    k_cache[slots // block_size, :, slots % block_size] = key[written]
-    v_cache[slots // block_size, :, slots % block_size] = value[written]
+    for rows, cache, scales in ((key[written], k_cache, k_scales), (value[written], v_cache, v_scales)):
+        if scales is not None:
+            wide = rows.float()
+            of_rows = (wide.abs().amax(2) / 127).to(scales.dtype)
+            scales[slots // block_size, :, slots % block_size] = of_rows
+            divisors = torch.where(of_rows == 0, 1.0, of_rows.float())
+            rows = (wide / divisors[..., None]).round().clamp(-127, 127).to(cache.dtype)
+        cache[slots // block_size, :, slots % block_size] = rows
 
 
 def paged_attention(
@@ -43,6 +65,8 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's last tokens to all its cached ones, themselves included.
 
@@ -61,6 +85,8 @@ def paged_attention(
         softcap: bound of the scaled logits x, which become `softcap * tanh(x / softcap)`.
         sinks: [H], a logit per head that takes part in the softmax and has no value.
         alibi_slopes: [H], adds `slope * (key position - query position)` to the logits.
+        k_scales: [num_blocks, K, block_size] bfloat16, by which an int8 cache is multiplied.
+        v_scales: likewise
 
     Returns:
         [T, H, Dv] in the type of `query`; softmax and sums are float32.
@@ -75,8 +101,8 @@ def paged_attention(
         q_pos = torch.arange(seq_len - num_queries, seq_len, device=query.device)
         first = _first_visible(q_pos, window, chunk)
         k_pos = torch.arange(int(first[0]), seq_len, device=query.device)
-        k = _gather(k_cache, block_tables[s], k_pos).repeat_interleave(num_heads // num_kv_heads, 0)
-        v = _gather(v_cache, block_tables[s], k_pos).repeat_interleave(num_heads // num_kv_heads, 0)
+        k = _gather(k_cache, k_scales, block_tables[s], k_pos).repeat_interleave(num_heads // num_kv_heads, 0)
+        v = _gather(v_cache, v_scales, block_tables[s], k_pos).repeat_interleave(num_heads // num_kv_heads, 0)
         q = query[starts[s] : starts[s + 1]].float().transpose(0, 1)
 
         logits = q @ k.transpose(1, 2) * scale  # [H, queries, keys]
@@ -109,6 +135,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
+def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """`linear` with packed weights; if they are rounded, on inputs that are rounded to 8 bits, row by row.
+
+    Args:
+        x: [M, K]; bfloat16 if the weights are.
+        weight: [N, K]
+        bias: [N]
+
+    Returns:
+        [M, N] in the type of `x`
+    """
+    if weight.bits == 16:
+        return linear(x, weight.unpack(), bias)
+    numbers, row_scales = quantize_rows(x, weight)
+    columns = weight.numbers.view(-1, weight.num_groups, numbers.shape[2])
+    sums = torch.einsum("tgk,ngk->tng", numbers.double(), columns.double()).float()
+    y = (sums * row_scales[..., 0][:, None] * weight.column_scales).sum(-1)[:, : weight.shape[0]]
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
 def _first_visible(q_pos: Tensor, window: int | None, chunk: int | None) -> Tensor:
     """The first key position that the query at each position sees."""
     first = torch.zeros_like(q_pos)
@@ -119,11 +165,14 @@ def _first_visible(q_pos: Tensor, window: int | None, chunk: int | None) -> Tens
     return first
 
 
-def _gather(cache: Tensor, block_table: Tensor, positions: Tensor) -> Tensor:
+def _gather(cache: Tensor, scales: Tensor | None, block_table: Tensor, positions: Tensor) -> Tensor:
     """One sequence's rows of the cache at these positions, [K, positions, head size] in float32."""
     block_size = cache.shape[2]
     blocks = block_table[positions // block_size].long()
-    return cache[blocks, :, positions % block_size].float().transpose(0, 1)
+    rows = cache[blocks, :, positions % block_size].float()
+    if scales is not None:
+        rows = rows * scales[blocks, :, positions % block_size].float()[..., None]
+    return rows.transpose(0, 1)
 
 
 def add_rms_norm(
@@ -206,3 +255,75 @@ def mask_logits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     banned = (bits & 1 == 0).flatten(1)[:, : logits.shape[1]]
     rows = rows.to(logits.device)
     logits[rows] = logits[rows].masked_fill(banned, -torch.inf)
+
+
+def draw(logits: Tensor, temperatures: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, shares: Tensor) -> Tensor:
+    """A token per row, each as likely as its softmax among those that `min_p`, then `top_k`, then `top_p` keep.
+
+    `min_p` keeps tokens at least that share as likely as the best one; `top_k` the best so many, and all that tie with
+    the last of these; `top_p` the fewest of them that add up to this share of what these two left, of equal tokens the
+    lower ids. Where no token is taken away, the draw goes through them in the order of ids, else in that of falling
+    logits. A row of NaN gives some token.
+
+    Args:
+        logits: [S, V] of any float type.
+        temperatures: [S] float64, what logits are divided by; 0 takes the best token, the lowest id of equal ones, as
+            do a `top_k` of 1 and a `min_p` of 1.
+        min_p: [S] float64; 0 keeps all.
+        top_k: [S] int64; 0 or less, or V or more, keeps all.
+        top_p: [S] float64; 1 or more keeps all.
+        shares: [S] float64 in [0, 1], where each draw falls in what its row keeps.
+
+    Returns:
+        [S] int64
+    """
+    values = logits.double()
+    vocab_size = values.shape[1]
+    top_k = torch.where((top_k <= 0) | (top_k > vocab_size), vocab_size, top_k)[:, None]
+    is_greedy = (temperatures == 0) | (top_k[:, 0] == 1) | (min_p == 1)
+    keeps_all = (top_k[:, 0] == vocab_size) & (min_p == 0) & (top_p >= 1)
+
+    ordered, order = values.sort(dim=1, descending=True, stable=True)
+    scaled = (ordered - ordered[:, :1]) / torch.where(is_greedy, 1.0, temperatures)[:, None]
+    weights = scaled.exp()
+    weights = torch.where(weights < min_p[:, None], 0.0, weights)
+    weights = torch.where(ordered < ordered.gather(1, top_k - 1), 0.0, weights)
+    before = weights.cumsum(1) - weights
+    is_in_nucleus = (before < top_p[:, None] * weights.sum(1, keepdim=True)) | (top_p[:, None] >= 1)
+    is_in_nucleus[:, 0] = True
+    weights = torch.where(is_in_nucleus, weights, 0.0)
+
+    by_id = order.argsort(dim=1)
+    order = torch.where(keeps_all[:, None], torch.arange(vocab_size, device=order.device), order)
+    weights = torch.where(keeps_all[:, None], weights.gather(1, by_id), weights)
+    columns = _first_above(weights.cumsum(1), shares)
+    drawn = order.gather(1, columns[:, None])[:, 0]
+    return torch.where(is_greedy, values.argmax(1), drawn)
+
+
+def _first_above(cumulative: Tensor, shares: Tensor) -> Tensor:
+    """Per row, the first column whose cumulative weight exceeds the row's share of the last one.
+
+    Such a column adds to the sum, so one of weight 0 is never returned, however the product rounds.
+    """
+    totals = cumulative[:, -1]
+    targets = torch.minimum(shares * totals, totals.nextafter(torch.zeros_like(totals)))
+    return (cumulative > targets[:, None]).to(torch.uint8).argmax(dim=1)
+
+
+def best_logits(logits: Tensor, chosen: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What log-probabilities are made from: `logits - normaliser` is the log-softmax of a row.
+
+    Args:
+        logits: [S, V] of any float type.
+        chosen: [S] int64, a token per row.
+        num: how many of the best tokens to find, at most V.
+
+    Returns:
+        The normalisers [S] float64; the rank of each chosen token, 1 + how many have a larger logit, [S] int64; the
+        largest logits, falling, [S, num] float32, and their ids, [S, num] int64, of equal ones the lower ids first.
+    """
+    values = logits.float()
+    ranks = 1 + (values > values.gather(1, chosen[:, None])).sum(1)
+    ordered, order = values.sort(dim=1, descending=True, stable=True)
+    return values.double().logsumexp(1), ranks, ordered[:, :num], order[:, :num]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paged_backend.chat.call_format import CallFormat
 from paged_backend.chat.messages import Message, normalised
 from paged_backend.chat.template_support import TemplateSupport, adapted, support_of
+from paged_backend.chat.token_bytes import bytes_of_tokens
 from paged_backend.chat.token_length import longest_token
 from paged_backend.chat.tool_parsers.hermes import HermesParser
 from paged_backend.engine.output_processor import TextDecoder
@@ -198,4 +199,5 @@ class Tokenizer:
             backend.decode,
             lambda ids: str(backend.decode(ids, skip_special_tokens=False)),
             special_ids=self._special_ids(),
+            bytes_of=bytes_of_tokens(backend, self._special_ids()),
         )

@@ -44,9 +44,11 @@ def _mapping(value: Any) -> dict[str, Any]:
 ENGINE_OPTIONS: Mapping[str, _Option] = {
     "tokenizer": _Option(str, "Folder or hub id of another tokenizer than the model's own."),
     "dtype": _Option(str, "auto, float32, bfloat16 or float16."),
+    "quantization": _Option(str, "int8 or int4: round the weights of linear layers when they are loaded, on a CPU."),
     "device": _Option(str, "auto, cpu or cuda."),
     "max_model_len": _Option(int, "Most tokens of a prompt and its output together."),
     "kv_cache_memory": _Option(str, "Memory of the KV cache, as 2GiB or in bytes."),
+    "kv_cache_dtype": _Option(str, "auto: the model's dtype; int8: half the memory, on a CPU."),
     "gpu_memory_utilization": _Option(float, "Share of the free memory for the KV cache, if its memory is not given."),
     "block_size": _Option(int, "Tokens per block."),
     "swap_space": _Option(float, "GiB of memory for preempted requests; only 0 yet: they are recomputed."),

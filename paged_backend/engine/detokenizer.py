@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
-REPLACEMENT = "\ufffd"
-Decode = Callable[[list[int]], str]
-
-# An unfinished character shows as one U+FFFD per byte at most, and three of its four bytes can be there.
-_MAX_OPEN = 3
-# Long windows cost time to decode again, short ones leave no context for the next token.
-_MAX_WINDOW = 16
-_CONTEXTS = range(3, 9)
+from paged_backend.engine.incremental_text import REPLACEMENT, ByteText, Decode, IncrementalText, WindowText
 
 
 class Detokenizer:
@@ -25,22 +18,18 @@ class Detokenizer:
         self,
         decode: Decode,
         *,
+        bytes_of: Mapping[int, bytes] | None = None,
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
     ) -> None:
+        """`bytes_of`: the bytes of each id, if `decode` does nothing but join them; that is several times faster."""
         self.text = ""
-        self._decode = decode
+        self._growth: IncrementalText = WindowText(decode) if bytes_of is None else ByteText(bytes_of)
         self._stop = tuple(stop)
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
-        self._token_ids: list[int] = []
-        self._window_start = 0
-        self._num_window_chars = 0
-        """How many characters of the window are in `text`."""
-        self._open_start = 0
-        """The first token after those that ended in whole characters; `_context` is the window's text up to there."""
-        self._context = ""
+        self._num_tokens = 0
         self._num_protected_chars = 0
         self._num_taken = 0
         self._is_final = False
@@ -51,53 +40,27 @@ class Detokenizer:
         A stop string counts if it ends after the first `min_tokens` tokens. Of several, the one that is complete
         first wins; of those, the longest.
         """
-        self._token_ids.append(token_id)
         num_old_chars = len(self.text)
-        self.text += self._new_text()
-        if len(self._token_ids) <= self._min_tokens:
+        self.text += self._growth.append(token_id)
+        self._num_tokens += 1
+        if self._num_tokens <= self._min_tokens:
             self._num_protected_chars = len(self.text)
             return None
-        return self._find_stop(num_old_chars)
+        return self._find_stop(num_old_chars) if self._stop else None
 
     def finish(self) -> None:
         """No more tokens will come: an unfinished character becomes text as well."""
         if not self._is_final:
             self._is_final = True
-            self.text += self._decode(self._token_ids[self._window_start :])[self._num_window_chars :]
+            self.text += self._growth.finish()
 
     def take(self) -> str:
         """The text that has not been given out yet and can no longer turn out to be part of a stop string."""
-        end = len(self.text) if self._is_final else len(self.text) - self._num_held_chars()
+        is_settled = self._is_final or not self._stop
+        end = len(self.text) if is_settled else len(self.text) - self._num_held_chars()
         piece = self.text[self._num_taken : end]
         self._num_taken = max(end, self._num_taken)
         return piece
-
-    def _new_text(self) -> str:
-        window = self._decode(self._token_ids[self._window_start :])
-        if not window.startswith(self._context):
-            # Decoders with byte fallback spoil a whole run of bytes while its last character is unfinished.
-            self._window_start = self._open_start
-            self._num_window_chars -= len(self._context)
-            self._context = ""
-            window = self._decode(self._token_ids[self._window_start :])
-        num_open = min(len(window) - len(window.rstrip(REPLACEMENT)), _MAX_OPEN)
-        num_whole = len(window) - num_open
-        new = window[self._num_window_chars : num_whole]
-        self._num_window_chars = max(num_whole, self._num_window_chars)
-        if not num_open:
-            self._open_start, self._context = len(self._token_ids), window
-            if len(self._token_ids) - self._window_start > _MAX_WINDOW:
-                self._shorten_window()
-        return new
-
-    def _shorten_window(self) -> None:
-        """Start the window at a token that begins with a whole character, if one is near."""
-        for num_tokens in _CONTEXTS:
-            context = self._decode(self._token_ids[-num_tokens:])
-            if context and REPLACEMENT not in context:
-                self._window_start = len(self._token_ids) - num_tokens
-                self._num_window_chars, self._context = len(context), context
-                return
 
     def _find_stop(self, num_old_chars: int) -> str | None:
         """Search what is new, and cut the text at the stop string."""
@@ -117,7 +80,7 @@ class Detokenizer:
 
     def _num_held_chars(self) -> int:
         """The length of the longest end of the text that some stop string starts with."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        longest = max(map(len, self._stop)) - 1
         for length in range(min(longest, len(self.text)), 0, -1):
             tail = self.text[-length:]
             if any(len(stop) > length and stop.startswith(tail) for stop in self._stop):

@@ -108,8 +108,9 @@ class Engine:
             logits = self._runner.execute(scheduled)
             self._collect_prompt_logprobs(scheduled, logits)
             advanced = self._scheduler.advance(scheduled)
-            sampled = [item for item in advanced if item.sequence.request.beam_search is None]
-            beams = [item for item in advanced if item.sequence.request.beam_search is not None]
+            sampled, beams = list[SampledSequence](), list[SampledSequence]()
+            for item in advanced:
+                (sampled if item.sequence.request.beam_search is None else beams).append(item)
             self._name_candidates(logits, beams)
             num_sampled = len(beams)
             while sampled:
@@ -194,8 +195,9 @@ class Engine:
             if isinstance(token, Exception):
                 outputs += self._fail_choice(sequence, token)
                 continue
-            if sequence.request.metrics.first_token_time is None:
-                sequence.request.metrics.first_token_time = now
+            metrics = sequence.request.metrics
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
             self._scheduler.update(sequence, token.token_id, is_complete=token.is_complete)
             outputs += self._write(sequence, token)
         return outputs
@@ -226,8 +228,8 @@ class Engine:
                 return outputs + self._fail_text(sequence, error)
             if news is not None:
                 outputs.append(EngineOutput(sequence.request, news))
-        for sequence in sequences[:1]:
-            self._forget_if_finished(sequence.request)
+        if sequences and sequences[0].status is Status.FINISHED:
+            self._forget_if_finished(sequences[0].request)
         return outputs
 
     def _fail_text(self, sequence: Sequence, error: Exception) -> list[EngineOutput]:

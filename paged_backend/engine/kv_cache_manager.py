@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -70,7 +71,8 @@ class KVCacheManager:
             return False
         for hit in hits:
             self.pool.share(hit.block)
-        sequence.block_table = [hit.block for hit in hits] + [self.pool.allocate() for _ in range(num_new)]
+        sequence.block_table = array("i", [hit.block for hit in hits])
+        sequence.block_table.extend(self.pool.allocate() for _ in range(num_new))
         sequence.num_computed_tokens = len(hits) * self.block_size
         sequence.num_published_blocks = len(hits)
         sequence.prefix_id = hits[-1].prefix_id if hits else None
@@ -87,10 +89,12 @@ class KVCacheManager:
         if self._window is not None:
             self._drop_blocks_behind(sequence, sequence.num_computed_tokens - self._window + 1)
         first, table = sequence.num_computed_tokens, sequence.block_table
-        num_new = -(-(first + num_tokens) // self.block_size) - len(table)
+        end = first + num_tokens
+        num_new = -(-end // self.block_size) - len(table)
         index = first // self.block_size
         is_shared = index < len(table) and self.pool.ref_count(table[index]) > 1
         if num_new <= 0 and not is_shared:
+            sequence.block_end = self._block_end(sequence, end)
             return []
         if max(num_new, 0) + is_shared > self.pool.num_free:
             return None
@@ -101,6 +105,7 @@ class KVCacheManager:
             table[index] = copy.target
             copies.append(copy)
         table.extend(self.pool.allocate() for _ in range(num_new))
+        sequence.block_end = self._block_end(sequence, end)
         return copies
 
     def allocate_drafts(self, sequence: Sequence, num_tokens: int, num_drafts: int) -> int:
@@ -119,6 +124,7 @@ class KVCacheManager:
         num_kept = -(-sequence.num_computed_tokens // self.block_size)
         self.pool.release(reversed(sequence.block_table[num_kept:]))
         del sequence.block_table[num_kept:]
+        sequence.block_end = 0
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
         """Let others find the full blocks among the sequence's first `num_tokens` tokens."""
@@ -141,8 +147,9 @@ class KVCacheManager:
         """The child shares all of the parent's blocks; whoever writes to a shared one first gets a copy."""
         for block in parent.held_blocks:
             self.pool.share(block)
+        child.block_table = parent.block_table[:]
         child.num_dropped_blocks = parent.num_dropped_blocks
-        child.block_table = list(parent.block_table)
+        parent.block_end = child.block_end = 0
         child.model_state = None if parent.model_state is None else parent.model_state.copy()
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_published_blocks, child.prefix_id = parent.num_published_blocks, parent.prefix_id
@@ -150,10 +157,10 @@ class KVCacheManager:
     def free(self, sequence: Sequence) -> None:
         """Take the sequence's blocks; last block first, so that the start of a shared prefix outlives its end."""
         self.pool.release(reversed(sequence.held_blocks))
-        sequence.block_table = []
-        sequence.num_dropped_blocks = 0
+        sequence.block_table = array("i")
         sequence.model_state = None
         sequence.num_computed_tokens = sequence.num_published_blocks = 0
+        sequence.num_dropped_blocks = sequence.block_end = 0
 
     def _drop_blocks_behind(self, sequence: Sequence, position: int) -> None:
         """Nobody will look at the sequence's tokens before this position."""
@@ -164,15 +171,22 @@ class KVCacheManager:
     def num_unused_slots(self, sequences: Iterable[Sequence]) -> int:
         """Slots of these sequences' blocks that hold nothing: what paging wastes. A block that samples share counts
         once."""
+        size, ref_count = self.block_size, self.pool.ref_count
         num_unused = 0
         shared: dict[int, int] = {}
         for sequence in sequences:
-            unused = len(sequence.block_table) * self.block_size - sequence.num_computed_tokens
-            if unused and self.pool.ref_count(sequence.block_table[-1]) > 1:
-                shared[sequence.block_table[-1]] = unused
+            table = sequence.block_table
+            unused = len(table) * size - sequence.num_computed_tokens
+            if unused and ref_count(table[-1]) > 1:
+                shared[table[-1]] = unused
             else:
                 num_unused += unused
         return num_unused + sum(shared.values())
+
+    def _block_end(self, sequence: Sequence, position: int) -> int:
+        """Where the block ends that this position is in, or 0 if the sequence's table does not reach it."""
+        index = position // self.block_size
+        return (index + 1) * self.block_size if index < len(sequence.block_table) else 0
 
     def _num_findable(self, sequence: Sequence) -> int:
         """How many tokens may come from the cache: those before the first one of which more is needed than it holds."""

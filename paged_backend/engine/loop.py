@@ -222,17 +222,18 @@ def _deliver(shared: _Shared, outputs: list[EngineOutput]) -> None:
         return
     last = {request.request_id: news for request, news in outputs if _is_over(request, news)}
     with shared.lock:
-        readers = [shared.readers.get(request.request_id) for request, _ in outputs]
+        reader_of = shared.readers.get
+        readers = [reader_of(request.request_id) for request, _ in outputs]
         # First, so that who reads the end of a request may use its id again.
         for request_id in last:
             shared.readers.pop(request_id, None)
     for reader, (request, news) in zip(readers, outputs, strict=True):
         if reader is not None:
-            reader.outbox.put(news, is_last=news is last.get(request.request_id))
+            reader.outbox.put(news, is_last=bool(last) and news is last.get(request.request_id))
 
 
 def _is_over(request: Request, news: News) -> bool:
-    return isinstance(news, Exception) or request.is_finished
+    return isinstance(news, Exception) or (news.finish_reason is not None and request.is_finished)
 
 
 def _die(engine: AnyEngine, shared: _Shared, reason: str) -> None:

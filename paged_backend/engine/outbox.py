@@ -30,6 +30,8 @@ class Outbox(Generic[T]):
         with self._lock:
             self._items.append(item)
             self._is_closed = is_last
+            if not self._wake:
+                return
             wake, self._wake = self._wake, []
         for call in wake:
             call()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from paged_backend.engine.detokenizer import Decode, Detokenizer, whole_text
+from paged_backend.engine.detokenizer import Detokenizer, whole_text
+from paged_backend.engine.incremental_text import Decode
 from paged_backend.engine.request import FinishReason, Request, Sequence
 from paged_backend.outputs import CompletionOutput, Logprob, TokenLogprobs
 
 RawLogprobs = dict[int, tuple[float, int]]
 """Token id to (log-probability, rank)."""
+_NO_IDS = frozenset[int]()
 
 
 class SampledToken(Protocol):
@@ -33,6 +35,8 @@ class TextDecoder(NamedTuple):
     """Without the spaces that slow tokenizers put between special tokens."""
     special_ids: frozenset[int] = frozenset()
     """What `without_special` leaves out."""
+    bytes_of: Callable[[frozenset[int]], Mapping[int, bytes]] | None = None
+    """For tokenizers that do nothing but join their tokens' bytes: ids to leave out -> the bytes of each id."""
 
     def keeping(self, kept: frozenset[int]) -> Decode:
         """`without_special`, but for these ids."""
@@ -68,19 +72,20 @@ class OutputProcessor:
         if token.logprobs is not None:
             output.logprobs.append(self.named(token.logprobs))
             output.cumulative_logprob += token.logprobs[token.token_id][0]
-        if output.detokenizer is None or self._is_hidden_end(sequence):
+        if output.detokenizer is None or _is_hidden_end(sequence):
             return None
         return output.detokenizer.append(token.token_id)
 
     def emit(self, sequence: Sequence) -> CompletionOutput | None:
         """What is new since the last call, or None if it is not time yet."""
-        output: SequenceOutput = sequence.output or SequenceOutput(None)
         request, params = sequence.request, sequence.request.params
         is_finished = sequence.finish_reason is not None
-        num_new = sequence.num_output_tokens - output.num_sent
-        if not is_finished and (request.final_only or num_new < params.stream_interval):
+        if request.final_only and not is_finished:
             return None
+        output: SequenceOutput = sequence.output or SequenceOutput(None)
         token_ids = sequence.token_ids[sequence.num_prompt_tokens + output.num_sent :]
+        if not is_finished and len(token_ids) < params.stream_interval:
+            return None
         text = self._take_text(sequence, output)
         if not (is_finished or text or token_ids):
             return None
@@ -108,6 +113,7 @@ class OutputProcessor:
             return None
         return Detokenizer(
             self._decode_of(request),
+            bytes_of=self._bytes_of(request),
             stop=params.stop or (),
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
@@ -122,6 +128,13 @@ class OutputProcessor:
             return self._decoder.with_special
         return self._decoder.with_special_unspaced
 
+    def _bytes_of(self, request: Request) -> Mapping[int, bytes] | None:
+        """What `_decode_of` joins, if that is all that it does."""
+        if self._decoder is None or self._decoder.bytes_of is None:
+            return None
+        skips = request.params.skip_special_tokens
+        return self._decoder.bytes_of(self._decoder.special_ids - request.markup.kept_special_ids if skips else _NO_IDS)
+
     def _take_text(self, sequence: Sequence, output: SequenceOutput) -> str:
         request = sequence.request
         if output.detokenizer is not None:
@@ -130,17 +143,8 @@ class OutputProcessor:
             return output.detokenizer.take()
         if self._decoder is None or not request.params.detokenize or sequence.finish_reason is None:
             return ""
-        end = sequence.num_tokens - self._is_hidden_end(sequence)
+        end = sequence.num_tokens - _is_hidden_end(sequence)
         return whole_text(self._decode_of(request), sequence.token_ids[sequence.num_prompt_tokens : end])
-
-    def _is_hidden_end(self, sequence: Sequence) -> bool:
-        """Whether the newest token ended the sequence by its id, and so is no part of the text."""
-        request = sequence.request
-        if sequence.finish_reason is not FinishReason.STOP or isinstance(sequence.stop_reason, str):
-            return False
-        if request.params.include_stop_str_in_output and sequence.stop_reason is not None:
-            return False
-        return sequence.token_ids[-1] in request.end_token_ids
 
     def _token_text(self, token_id: int) -> str | None:
         """The token decoded on its own, with its leading space, which some decoders drop at the start of a text."""
@@ -151,3 +155,13 @@ class OutputProcessor:
             decode: Callable[[list[int]], str] = self._decoder.with_special
             text = self._token_texts[token_id] = decode([token_id, token_id])[len(decode([token_id])) :]
         return text
+
+
+def _is_hidden_end(sequence: Sequence) -> bool:
+    """Whether the newest token ended the sequence by its id, and so is no part of the text."""
+    request = sequence.request
+    if sequence.finish_reason is not FinishReason.STOP or isinstance(sequence.stop_reason, str):
+        return False
+    if request.params.include_stop_str_in_output and sequence.stop_reason is not None:
+        return False
+    return sequence.token_ids[-1] in request.end_token_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -104,8 +105,15 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     """Its samples; of a beam search, its live beams, best first, and in the end its best outputs."""
+    stop_token_ids: tuple[int, ...] = dataclasses.field(init=False)
+    """The ids that the user wants to end a sequence."""
+    end_token_ids: frozenset[int] = dataclasses.field(init=False)
+    """All ids that end a sequence: the model's own, unless ignored, and the user's."""
 
     def __post_init__(self) -> None:
+        self.stop_token_ids = tuple(self.params.stop_token_ids or ())
+        ignores_own = self.params.ignore_eos and self.grammar is None  # a complete output ends with its grammar
+        self.end_token_ids = frozenset(() if ignores_own else self.eos_token_ids).union(self.stop_token_ids)
         num_sequences = self.params.n
         if self.beam_params is not None:
             num_sequences = 1
@@ -115,18 +123,6 @@ class Request:
         self.sequences = [Sequence(self, index) for index in range(num_sequences)]
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * self.prompt_logprobs_start
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that the user wants to end a sequence."""
-        return tuple(self.params.stop_token_ids or ())
-
-    @property
-    def end_token_ids(self) -> frozenset[int]:
-        """All ids that end a sequence: the model's own, unless ignored, and the user's."""
-        ignores_own = self.params.ignore_eos and self.grammar is None  # a complete output ends with its grammar
-        own = frozenset[int]() if ignores_own else self.eos_token_ids
-        return own.union(self.stop_token_ids)
 
     @property
     def num_outputs(self) -> int:
@@ -161,6 +157,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "block_end",
         "block_table",
         "candidates",
         "draft_token_ids",
@@ -196,9 +193,12 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first admitted."""
-        self.block_table: list[int] = []
+        self.block_table = array("i")
         self.num_dropped_blocks = 0
         """The first ones in the table that it does not hold any more, since nothing will look at them again."""
+        self.block_end = 0
+        """While its tokens end before this position, they go into a block of its own, and do not fill it: they need
+        nothing of the KV-cache manager, who says so. 0: ask."""
         self.num_published_blocks = 0
         self.prefix_id: int | None = None
         """What the KV-cache manager knows the published blocks of this sequence by."""
@@ -240,7 +240,7 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def held_blocks(self) -> list[int]:
+    def held_blocks(self) -> array[int]:
         """Its blocks, without those that it has given back already."""
         return self.block_table[self.num_dropped_blocks :]
 

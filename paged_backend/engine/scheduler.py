@@ -128,17 +128,20 @@ class Scheduler:
             if sequence.is_parked:
                 index += 1
                 continue
-            num_tokens = min(
-                sequence.num_tokens - sequence.num_computed_tokens, self.max_num_batched_tokens - output.num_tokens
-            )
-            copies = self.kv_cache_manager.allocate_slots(sequence, num_tokens)
-            if copies is None:
-                # The last one in the list is never one that this step has scheduled already.
-                self._preempt(self.running.pop())
-                num_preempted += 1
-                continue
-            output.copies += copies
-            self._add(output, sequence, num_tokens)
+            num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, self.max_num_batched_tokens - output.num_tokens)
+            end = sequence.num_computed_tokens + num_tokens
+            if end >= sequence.block_end:
+                copies = self.kv_cache_manager.allocate_slots(sequence, num_tokens)
+                if copies is None:
+                    # The last one in the list is never one that this step has scheduled already.
+                    self._preempt(self.running.pop())
+                    num_preempted += 1
+                    continue
+                output.copies += copies
+                self.kv_cache_manager.publish(sequence, end)
+            _add(output, sequence, num_tokens, end)
             index += 1
         return num_preempted
 
@@ -150,7 +153,10 @@ class Scheduler:
                 return
             del self.waiting[0]
             self._admitted(sequence)
-            self._add(output, sequence, min(sequence.num_tokens - sequence.num_computed_tokens, budget))
+            num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+            end = sequence.num_computed_tokens + num_tokens
+            self.kv_cache_manager.publish(sequence, end)
+            _add(output, sequence, num_tokens, end)
 
     def _has_place(self) -> bool:
         """Whether one more may run. Parked beams need no place in a step."""
@@ -184,12 +190,6 @@ class Scheduler:
             metrics.first_scheduled_time = time.monotonic()
             sequence.num_cached_tokens = sequence.num_computed_tokens
 
-    def _add(self, output: SchedulerOutput, sequence: Sequence, num_tokens: int) -> None:
-        self.kv_cache_manager.publish(sequence, sequence.num_computed_tokens + num_tokens)
-        output.scheduled.append(ScheduledSequence(sequence, num_tokens, _num_logits(sequence, num_tokens)))
-        output.pools = output.pools or sequence.request.pooling is not None
-        output.num_tokens += num_tokens
-
     def _preempt(self, sequence: Sequence) -> None:
         self.kv_cache_manager.free(sequence)
         self._wait_again(sequence)
@@ -219,7 +219,7 @@ class Scheduler:
             num_drafts = len(sequence.draft_token_ids)
             sequence.num_computed_tokens += num_tokens - num_drafts
             row += num_logits
-            if sequence.num_computed_tokens < sequence.num_tokens:
+            if sequence.num_computed_tokens < len(sequence.token_ids):
                 continue
             if sequence.request.max_tokens == 0:
                 self.finish_all(sequence.request.sequences, FinishReason.LENGTH)
@@ -288,11 +288,20 @@ class Scheduler:
             self.finish(sequence, reason)
 
 
-def _num_logits(sequence: Sequence, num_tokens: int) -> int:
-    """How many of the next `num_tokens` tokens need logits: the last one of all, and what prompt log-probabilities
-    take; none of them for an embedding."""
-    if sequence.request.pooling is not None:
+def _add(output: SchedulerOutput, sequence: Sequence, num_tokens: int, end: int) -> None:
+    """The step computes the sequence's next `num_tokens` tokens, which are those before position `end`."""
+    output.scheduled.append(ScheduledSequence(sequence, num_tokens, _num_logits(sequence, end)))
+    output.pools = output.pools or sequence.request.pooling is not None
+    output.num_tokens += num_tokens
+
+
+def _num_logits(sequence: Sequence, end: int) -> int:
+    """How many of the next tokens before position `end` need logits: the last one of all, and what prompt
+    log-probabilities take; none of them for an embedding."""
+    request = sequence.request
+    if request.pooling is not None:
         return 0
-    start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-    first = sequence.request.first_logits
-    return int(end == sequence.num_tokens) if first is None else max(0, end - max(start, first))
+    first = None if request.prompt_logprobs is None else request.first_logits
+    if first is None:
+        return int(end == len(sequence.token_ids))
+    return max(0, end - max(sequence.num_computed_tokens, first))

@@ -15,6 +15,8 @@ def stop_after(sequence: Sequence, max_len: int, *, is_complete: bool = False) -
     """
     request, params = sequence.request, sequence.request.params
     token_id, num_output_tokens = sequence.token_ids[-1], sequence.num_output_tokens
+    if not (is_complete or token_id in request.end_token_ids or params.repetition_detection is not None):
+        return (None, None) if num_left_of(sequence, max_len) > 0 else (FinishReason.LENGTH, None)
     if num_output_tokens > params.min_tokens:
         if token_id in request.stop_token_ids:
             return FinishReason.STOP, token_id
@@ -32,7 +34,7 @@ def stop_after(sequence: Sequence, max_len: int, *, is_complete: bool = False) -
 
 def num_left_of(sequence: Sequence, max_len: int) -> int:
     """Most tokens that the sequence may still get."""
-    return min(sequence.request.max_tokens - sequence.num_output_tokens, max_len - sequence.num_tokens)
+    return min(sequence.request.max_tokens + sequence.num_prompt_tokens, max_len) - len(sequence.token_ids)
 
 
 def _tail(sequence: Sequence, detection: RepetitionDetection) -> list[int]:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ import paged_kernels
 from paged_backend.errors import ModelError
 from paged_backend.model.latents import LatentShape, latent_shape
 from paged_kernels import reference
+
+if TYPE_CHECKING:
+    from paged_backend.model.kv_cache import LayerCache
 
 PAGED = "paged"
 
@@ -119,9 +122,7 @@ class LayerRecorder:
 class PagedLayers:
     """Stores each layer's keys and values in the KV cache, then attends to them through the block tables."""
 
-    def __init__(
-        self, specs: list[LayerSpec], kv_cache: list[tuple[Tensor, Tensor]], metadata: AttentionMetadata
-    ) -> None:
+    def __init__(self, specs: list[LayerSpec], kv_cache: list[LayerCache], metadata: AttentionMetadata) -> None:
         self._metadata = metadata
         self._layers = zip(specs, kv_cache, strict=True)
         self._latents: tuple[Tensor, Tensor] | None = None
@@ -132,13 +133,13 @@ class PagedLayers:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         # Sinks are a parameter of the model, which may be trained or moved, so they are read at each call.
-        spec, caches = next(self._layers)
+        spec, cache = next(self._layers)
         batch_size, _, num_tokens, _ = query.shape
         if spec.latent is not None:
             assert self._latents is not None
             query, key, value = spec.latent.absorb(module, query, *self._latents)
         query, key, value = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
-        out = self._attend(spec, caches, query, key, value, _sinks(options))
+        out = self._attend(spec, cache, query, key, value, _sinks(options))
         out = out.view(batch_size, num_tokens, *out.shape[1:])
         return out if spec.latent is None else spec.latent.expand(module, out)
 
@@ -147,28 +148,22 @@ class PagedLayers:
         return self._attend(*next(self._layers), query, key, value, sinks)
 
     def _attend(
-        self,
-        spec: LayerSpec,
-        caches: tuple[Tensor, Tensor],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
+        self, spec: LayerSpec, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        k_cache, v_cache = caches
         metadata = self._metadata
         if spec.is_stored:
-            # Some models compute rotary positions, and so keys, in float32.
-            key, value = key.to(k_cache.dtype), value.to(v_cache.dtype)
-            paged_kernels.store_kv(key, value, k_cache, v_cache, metadata.slot_mapping)
+            if cache.key_scales is None:  # some models compute rotary positions, and so keys, in float32
+                key, value = key.to(cache.keys.dtype), value.to(cache.values.dtype)
+            paged_kernels.store_kv(key, value, cache.keys, cache.values, metadata.slot_mapping, **cache.scales)
         return paged_kernels.paged_attention(
             query,
-            k_cache,
-            v_cache,
+            cache.keys,
+            cache.values,
             metadata.block_tables,
             metadata.query_start_loc,
             metadata.seq_lens,
             **spec.kernel_options(sinks),
+            **cache.scales,
         )
 
 

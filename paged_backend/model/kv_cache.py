@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError
 
+_SCALE = torch.bfloat16
 _CPU_SHARE = 1 / 3
 _CPU_MOST = 4 * 2**30
 _GIB = 2**30
@@ -37,11 +38,44 @@ class KVShape(Protocol):
         """Whether it has its own."""
 
 
+class LayerCache(NamedTuple):
+    """Keys [blocks, K, block_size, D] and values [blocks, K, block_size, Dv] of a layer, and what they are multiples
+    of, [blocks, K, block_size] each, if they are integers."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """As the kernels take them."""
+        return {"k_scales": self.key_scales, "v_scales": self.value_scales}
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """All sources are read before a target is written, since a target may be another copy's source."""
+        for tensor in self:
+            if tensor is not None:
+                tensor[targets] = tensor[sources]
+
+
+def storage_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What keys and values of a model that computes in `dtype` are stored as; ConfigError if it cannot be had."""
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if device.type != "cpu":
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} is not available on {device} yet; use 'auto', or device='cpu'"
+        )
+    return torch.int8
+
+
 def block_bytes(specs: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
-    stored = (spec for spec in specs if spec.is_stored)
+    stored = [spec for spec in specs if spec.is_stored]
     num_values = sum(spec.num_kv_heads * (spec.head_size + spec.value_head_size) for spec in stored)
-    return num_values * block_size * dtype.itemsize
+    num_scales = sum(2 * spec.num_kv_heads for spec in stored) if dtype == torch.int8 else 0
+    return (num_values * dtype.itemsize + num_scales * _SCALE.itemsize) * block_size
 
 
 def num_blocks_for(config: EngineConfig, bytes_per_block: int, max_model_len: int, device: torch.device) -> int:
@@ -72,19 +106,19 @@ def num_blocks_for(config: EngineConfig, bytes_per_block: int, max_model_len: in
 
 def allocate(
     specs: Sequence[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
-    """Keys [blocks, K, block_size, D] and values [blocks, K, block_size, Dv] of each layer, not initialised; those of a
-    layer that shares another one's are the same tensors."""
+) -> list[LayerCache]:
+    """The cache of each layer, not initialised; that of a layer that shares another one's is the same."""
 
-    def tensor(spec: KVShape, head_size: int) -> Tensor:
-        return torch.empty(num_blocks, spec.num_kv_heads, block_size, head_size, dtype=dtype, device=device)
+    def cache(spec: KVShape) -> LayerCache:
+        slots = (num_blocks, spec.num_kv_heads, block_size)
+        sizes = (spec.head_size, spec.value_head_size)
+        tensors = [torch.empty(*slots, size, dtype=dtype, device=device) for size in sizes]
+        scales = [torch.empty(slots, dtype=_SCALE, device=device) if dtype == torch.int8 else None for _ in sizes]
+        return LayerCache(*tensors, *scales)
 
-    layers: list[tuple[Tensor, Tensor]] = []
+    layers: list[LayerCache] = []
     for spec in specs:
-        if spec.source is None:
-            layers.append((tensor(spec, spec.head_size), tensor(spec, spec.value_head_size)))
-        else:
-            layers.append(layers[spec.source])
+        layers.append(cache(spec) if spec.source is None else layers[spec.source])
     return layers
 
 

@@ -1,18 +1,22 @@
-"""Linear layers on a CPU: by our kernel or by torch, whichever is faster there for the number of rows."""
+"""Linear layers on a CPU: by our kernels, or by torch where that is faster."""
 
 from __future__ import annotations
 
-import functools
-import pathlib
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 import paged_kernels
+from paged_kernels import PackedWeight
+from paged_kernels.packing import LEAST_COLUMNS, can_be_merged, merge, pack, split
+from paged_kernels.vector import BFLOAT16_IS_FAST
 
 _FEW_ROWS = 16
+_READ_AS_A_MATRIX = "kv_b_proj"  # latents.py multiplies with its weights at each call
 
 
 def cpu_computes(dtype: torch.dtype) -> bool:
@@ -23,50 +27,82 @@ def cpu_computes(dtype: torch.dtype) -> bool:
     return bool(getattr(torch.ops.mkldnn, name, bool)())
 
 
-@functools.cache
-def _torch_is_fast_in_bfloat16() -> bool:
-    """Whether bfloat16 arithmetic beats float32's here: with AMX tiles, and on AMD since Zen 4.
-
-    Intel's AVX-512 bfloat16 instructions run at half the rate of float32's. This is a fixed rule and not a
-    measurement at each start, so that a machine gives the same tokens from run to run.
-    """
-    return torch.cpu._is_amx_tile_supported() or (torch.cpu._is_avx512_bf16_supported() and _is_amd())
+def _has_tiles() -> bool:
+    """Whether torch multiplies bfloat16 with AMX, which beats our kernels unless there are few rows."""
+    return torch.cpu._is_amx_tile_supported()
 
 
-def _is_amd() -> bool:
-    try:
-        return "AuthenticAMD" in pathlib.Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux
-        return False
+class PackedLinear(nn.Module):
+    """Takes the place of an `nn.Linear`, with weights that have been packed, and perhaps rounded to 8 or 4 bits."""
+
+    def __init__(self, weight: PackedWeight, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.packed, self.bias = weight, bias
+        self._dtype = dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights as an `nn.Linear` has them, made anew for code that reads them."""
+        return self.packed.unpack().to(self._dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
+        y = paged_kernels.packed_linear(x.reshape(-1, self.in_features), self.packed, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
 
 
 class Linear:
-    """x [T, in] -> x W^T + b [T, out], with the weight as the checkpoint has it, held once."""
+    """x [T, in] -> x W^T + b [T, out], with the weight as the layers have it that it stands for, held once."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-        self._is_ours = weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-        self._most_rows = _FEW_ROWS if _torch_is_fast_in_bfloat16() else sys.maxsize
-
-    @classmethod
-    def of(cls, module: nn.Linear) -> Self:
-        return cls(module.weight, module.bias)
+    def __init__(self, weight: Tensor | PackedWeight, bias: Tensor | None) -> None:
+        self._weight, self.bias = weight, bias
+        self._is_ours = isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        self._most_rows = _FEW_ROWS if _has_tiles() else sys.maxsize
 
     @classmethod
-    def merged(cls, modules: list[nn.Linear]) -> Self:
+    def of(cls, module: nn.Linear | PackedLinear) -> Self:
+        return cls(module.packed if isinstance(module, PackedLinear) else module.weight, module.bias)
+
+    @classmethod
+    def merged(cls, modules: Sequence[nn.Linear | PackedLinear]) -> Self:
         """One layer for several that read the same input; their weights become views of the merged one."""
-        weight = torch.cat([module.weight for module in modules])
-        sizes = [module.out_features for module in modules]
-        for module, part in zip(modules, torch.split(weight, sizes), strict=True):
-            module.weight = nn.Parameter(part, requires_grad=False)
         biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
         assert len(biases) in (0, len(modules))
-        return cls(weight, torch.cat(biases) if biases else None)
+        return cls(_merged_weight(modules), torch.cat(biases) if biases else None)
+
+    @staticmethod
+    def can_merge(modules: Sequence[nn.Module]) -> bool:
+        """Whether all are linear layers, of one kind."""
+        if not all(isinstance(module, PackedLinear) for module in modules):
+            return all(type(module) is nn.Linear for module in modules)
+        return can_be_merged([module.packed for module in modules if isinstance(module, PackedLinear)])
+
+    @property
+    def packed(self) -> PackedWeight | None:
+        return self._weight if isinstance(self._weight, PackedWeight) else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(self._weight, PackedWeight):
+            return paged_kernels.packed_linear(x, self._weight, self.bias)
         if self._is_ours and x.shape[0] <= self._most_rows:
-            return paged_kernels.linear(x, self._weight, self._bias)
-        return nn.functional.linear(x, self._weight, self._bias)
+            return paged_kernels.linear(x, self._weight, self.bias)
+        return nn.functional.linear(x, self._weight, self.bias)
+
+
+def _merged_weight(modules: Sequence[nn.Linear | PackedLinear]) -> Tensor | PackedWeight:
+    sizes = [module.out_features for module in modules]
+    packed = [module for module in modules if isinstance(module, PackedLinear)]
+    if packed:
+        merged = merge([module.packed for module in packed])
+        for layer, part in zip(packed, split(merged, sizes), strict=True):
+            layer.packed = part
+        return merged
+    plain = [module for module in modules if isinstance(module, nn.Linear)]
+    weight = torch.cat([module.weight for module in plain])
+    for module, rows in zip(plain, torch.split(weight, sizes), strict=True):
+        module.weight = nn.Parameter(rows, requires_grad=False)
+    return weight
 
 
 class FastLinear(nn.Module):
@@ -90,3 +126,31 @@ def speed_up_linears(model: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu":
                 setattr(parent, name, FastLinear(child))
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Pack the bfloat16 weights of linear layers on a CPU that multiplies bfloat16 fast, one layer after the other.
+
+    Weights that are shared, as those of `lm_head` may be with the embeddings, stay as they are.
+    """
+    if not BFLOAT16_IS_FAST or _has_tiles():
+        return
+    users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is not nn.Linear or users[id(child.weight)] > 1 or child.out_features < LEAST_COLUMNS:
+                continue
+            if name == _READ_AS_A_MATRIX:
+                continue
+            if child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu":
+                setattr(parent, name, PackedLinear(pack(child.weight, 16), child.bias, torch.bfloat16))
+
+
+def unpack_projections(model: nn.Module) -> None:
+    """Make packed layers plain again whose weights are read at each call."""
+    for parent in list(model.modules()):
+        packed = getattr(parent, _READ_AS_A_MATRIX, None)
+        if isinstance(packed, PackedLinear):
+            plain = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
+            plain.weight, plain.bias = nn.Parameter(packed.weight, requires_grad=False), packed.bias
+            setattr(parent, _READ_AS_A_MATRIX, plain)

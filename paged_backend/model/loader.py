@@ -31,6 +31,7 @@ from paged_backend.model.demo import demo_folder
 from paged_backend.model.encoder import embedding_support, is_encoder, max_seq_length
 from paged_backend.model.gguf import gguf_folder
 from paged_backend.model.linear import cpu_computes
+from paged_backend.model.quantize import quantize_linears
 from paged_backend.model.rope import length_limits
 from paged_backend.pooling_params import EmbeddingSupport
 from paged_backend.sampling_params import SamplingParams
@@ -103,6 +104,8 @@ def load(
             name = os.fspath(model)
             source = _find(name, config)
             loaded = _load_weights(source, name, config)
+            if config.quantization is not None:
+                quantize_linears(loaded, config.quantization, name)
         else:
             raise ModelError(f"model must be a name, a path or a PreTrainedModel, not a {type(model).__name__}")
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -239,6 +242,11 @@ def _check_passed(model: PreTrainedModel, config: EngineConfig) -> None:
         raise ModelError(f"the {kind} must be on one device but is on {', '.join(sorted(devices))}")
     if config.dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise ConfigError(f"dtype={config.dtype!r} but the model passed is in {model.dtype}; call model.to() first")
+    if config.quantization is not None:
+        raise ConfigError(
+            f"quantization={config.quantization!r} would change the {kind} that was passed; pass the name of the model "
+            "or its folder, so that the engine loads its own"
+        )
     if config.device != "auto" and _device(config.device).type != model.device.type:
         raise ConfigError(f"device={config.device!r} but the model passed is on {model.device}; call model.to() first")
 

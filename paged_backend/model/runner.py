@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
+import paged_kernels
 from paged_backend.config import EngineConfig
-from paged_backend.engine.scheduler import ScheduledSequence, SchedulerOutput
+from paged_backend.engine.scheduler import SchedulerOutput
 from paged_backend.errors import ConfigError, ModelError
 from paged_backend.model import kv_cache
 from paged_backend.model.attention import (
@@ -27,13 +28,16 @@ from paged_backend.model.attention import (
     attention_layers,
 )
 from paged_backend.model.decoder import FusedDecoder
-from paged_backend.model.linear import speed_up_linears
+from paged_backend.model.inputs import StepInputs, step_inputs
+from paged_backend.model.kv_cache import LayerCache
+from paged_backend.model.linear import pack_linears, speed_up_linears, unpack_projections
 from paged_backend.model.loader import LoadedModel
 from paged_backend.model.memory import room_for
 from paged_backend.model.model_call import ModelCall
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.rope import freeze_frequencies
 from paged_backend.model.self_check import check_logits, probe_token_ids
+from paged_backend.model.threads import thread_count
 from paged_backend.model.tiers.gathered import GatheredTier
 from paged_backend.model.tiers.grouped import GroupedRun
 from paged_backend.model.tiers.own_cache import OwnCacheTier
@@ -53,6 +57,8 @@ class _Trial(NamedTuple):
     loaded: LoadedModel
     config: EngineConfig
     probe: list[int]
+    dtype: torch.dtype
+    """What keys and values are stored as."""
     check: Callable[[], float]
     """Returns the difference from a plain run; raises ModelError if it is too large."""
     own_implementation: str
@@ -68,16 +74,18 @@ class ModelRunner:
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self._thread_count = thread_count()
         self._model: Any = loaded.model if loaded.owns_weights else _twin(loaded.model)
         self.device = self._model.device
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
         self.block_size = config.block_size
         self._decoder: FusedDecoder | None = None
         self._grouped: GroupedRun | None = None
-        self._kv_cache: list[tuple[Tensor, Tensor]] = []
+        self._kv_cache: list[LayerCache] = []
         with torch.inference_mode():
             freeze_frequencies(self._model, loaded.max_model_len)
-            self.verdict = self._choose_way(loaded, config)
+            with paged_kernels.telling_of_compilation(_tell_of_compilation):
+                self.verdict = self._choose_way(loaded, config)
 
     def _choose_way(self, loaded: LoadedModel, config: EngineConfig) -> Verdict:
         trial = self._trial(loaded, config)
@@ -102,14 +110,22 @@ class ModelRunner:
         without = frozenset[int]() if padding is None else frozenset([padding])
         probe = probe_token_ids(self.vocab_size, loaded.max_model_len, config.block_size, without=without)
         expected = ModelCall(model).plain(self._tensor(np.array(probe)))
+        dtype = coarsest = kv_cache.storage_dtype(config, model.dtype, self.device)
+        if config.quantization is not None and dtype == torch.float32:
+            coarsest = torch.bfloat16  # inputs of 8 bits round as much
         check = functools.partial(
-            check_logits, self, probe, expected, block_size=config.block_size, dtype=model.dtype, name=loaded.name
+            check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name
         )
-        return _Trial(loaded, config, probe, check, model.config._attn_implementation)
+        return _Trial(loaded, config, probe, dtype, check, model.config._attn_implementation)
 
     def _try_way(self, way: Way, trial: _Trial) -> Verdict:
         """Raises ModelError, or whatever the model's code raises, if this is not the way to run it."""
         model, config, block_size = self._model, trial.config, trial.config.block_size
+        if way.tier is Tier.GATHERED and trial.dtype != model.dtype:
+            raise ConfigError(
+                f"kv_cache_dtype={config.kv_cache_dtype!r} is not available for {trial.loaded.name}, with attention "
+                "code of its own; leave it at 'auto'"
+            )
         self._call = ModelCall(model, position_offset=way.position_offset)
         tier = self._tier(way)
         _set_attention(model, PAGED if tier is None else tier.implementation or trial.own_implementation)
@@ -118,12 +134,12 @@ class ModelRunner:
             specs = self._specs = self._record_layers(trial.probe)
         else:
             specs = tier.record(self._tensor(np.array(trial.probe))[None])
-        bytes_per_block = kv_cache.block_bytes(specs, block_size, model.dtype)
+        bytes_per_block = kv_cache.block_bytes(specs, block_size, trial.dtype)
         bytes_per_block += 0 if tier is None else tier.token_bytes * block_size
         state_bytes = 0 if tier is None else tier.state_bytes
         room = room_for(config, bytes_per_block, state_bytes, trial.loaded.max_model_len, self.device)
         self.num_blocks = room.num_blocks
-        self._kv_cache = kv_cache.allocate(specs, self.num_blocks, block_size, model.dtype, self.device)
+        self._kv_cache = kv_cache.allocate(specs, self.num_blocks, block_size, trial.dtype, self.device)
         difference = self._choose_code(trial) if tier is None else self._use_tier(tier, way, trial)
         return Verdict(
             way=way,
@@ -148,24 +164,23 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
         """Logits [R, V] of the last `num_logits` tokens of each scheduled sequence."""
+        self._thread_count.adjust()
         self._copy_blocks(output)
         if self._grouped is not None:
             return self._grouped.execute(output, self.device)
-        input_ids, positions, metadata = self._inputs(output.scheduled)
-        keep = _rows_to_keep(output.scheduled)
-        layers = PagedLayers(self._specs, self._kv_cache, metadata)
+        inputs = step_inputs(output.scheduled, self.block_size)
+        input_ids, positions, keep = inputs.input_ids, inputs.positions, inputs.keep
+        layers = PagedLayers(self._specs, self._kv_cache, self._metadata(inputs))
         if output.pools:
-            return self._pool(PooledStep(output.scheduled), layers, input_ids, positions, keep)
+            return self._pool(PooledStep(output.scheduled), layers, inputs)
         if self._decoder is not None:
             return self._decoder.logits(self._decoder(layers, *map(self._tensor, (input_ids, positions, keep))))
         return self._forward(layers, input_ids, positions, keep)
 
-    def _pool(
-        self, pooled: PooledStep, layers: PagedLayers, input_ids: np.ndarray, positions: np.ndarray, keep: np.ndarray
-    ) -> Tensor:
+    def _pool(self, pooled: PooledStep, layers: PagedLayers, inputs: StepInputs) -> Tensor:
         """A step that also leaves hidden states to those who want embeddings; the logits are those of `keep`."""
-        num_logits = len(keep)
-        keep = np.concatenate([keep, np.array(pooled.rows, np.int64)])
+        input_ids, positions, num_logits = inputs.input_ids, inputs.positions, len(inputs.keep)
+        keep = np.concatenate([inputs.keep, np.array(pooled.rows, np.int64)])
         if self._decoder is not None:
             hidden = self._decoder(layers, *map(self._tensor, (input_ids, positions, keep)))
             pooled.collect(hidden[num_logits:])
@@ -208,6 +223,8 @@ class ModelRunner:
     def _choose_code(self, trial: _Trial) -> float:
         """Fused code where it fits and the weights are ours to merge, else transformers' code; it passes the check."""
         self._grouped = None
+        if trial.loaded.owns_weights:
+            pack_linears(self._model)
         if trial.loaded.owns_weights and FusedDecoder.can_run(self._model):
             self._decoder = FusedDecoder(self._model)
             try:
@@ -223,6 +240,8 @@ class ModelRunner:
         self._grouped = GroupedRun(
             tier, whole_prompts=way.whole_prompts, one_by_one=way.tier is Tier.OWN_CACHE, head=self._head()
         )
+        if trial.loaded.owns_weights:
+            pack_linears(self._model)
         speed_up_linears(self._model)
         return trial.check()
 
@@ -234,40 +253,25 @@ class ModelRunner:
         if not recorder.specs:
             raise ModelError("its attention is code of its own")
         self._has_latents = any(spec.latent is not None for spec in recorder.specs)
+        unpack_projections(self._model)
         return recorder.specs
 
-    def _inputs(self, scheduled: list[ScheduledSequence]) -> tuple[np.ndarray, np.ndarray, AttentionMetadata]:
-        """Ids [T] and positions [T] of the packed step, and where its keys and values are."""
-        num_sequences = len(scheduled)
-        starts = np.fromiter((item.sequence.num_computed_tokens for item in scheduled), np.int64, num_sequences)
-        lengths = np.fromiter((item.num_tokens for item in scheduled), np.int64, num_sequences)
-        query_start_loc = np.zeros(num_sequences + 1, np.int32)
-        np.cumsum(lengths, out=query_start_loc[1:])
-        token_ids: list[int] = []
-        block_tables = np.zeros((num_sequences, max(len(s.block_table) for s, _, _ in scheduled)), np.int32)
-        for row, item in enumerate(scheduled):
-            token_ids += item.token_ids
-            block_tables[row, : len(item.sequence.block_table)] = item.sequence.block_table
-        positions = np.arange(len(token_ids)) + np.repeat(starts - query_start_loc[:-1], lengths)
-        rows = np.repeat(np.arange(num_sequences), lengths)
-        blocks = block_tables[rows, positions // self.block_size].astype(np.int64)
-        metadata = AttentionMetadata(
-            slot_mapping=self._tensor(blocks * self.block_size + positions % self.block_size),
-            block_tables=self._tensor(block_tables),
-            query_start_loc=self._tensor(query_start_loc),
-            seq_lens=self._tensor((starts + lengths).astype(np.int32)),
+    def _metadata(self, inputs: StepInputs) -> AttentionMetadata:
+        return AttentionMetadata(
+            slot_mapping=self._tensor(inputs.slot_mapping),
+            block_tables=self._tensor(inputs.block_tables),
+            query_start_loc=self._tensor(inputs.query_start_loc),
+            seq_lens=self._tensor(inputs.seq_lens),
         )
-        return np.array(token_ids, np.int64), positions, metadata
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:
-        """All sources are read before a target is written, since a target may be another copy's source."""
         if not output.copies:
             return
         sources = self._tensor(np.array([copy.source for copy in output.copies]))
         targets = self._tensor(np.array([copy.target for copy in output.copies]))
-        distinct = {id(tensor): tensor for layer in self._kv_cache for tensor in layer}  # layers may share theirs
-        for tensor in distinct.values():
-            tensor[targets] = tensor[sources]
+        distinct = {id(cache.keys): cache for cache in self._kv_cache}  # layers may share theirs
+        for cache in distinct.values():
+            cache.copy_blocks(sources, targets)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -283,14 +287,9 @@ def _set_attention(model: Any, implementation: str) -> None:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _rows_to_keep(scheduled: list[ScheduledSequence]) -> np.ndarray:
-    """Where in the pack the tokens are whose logits are wanted."""
-    keep: list[int] = []
-    end = 0
-    for _, num_tokens, num_logits in scheduled:
-        end += num_tokens
-        keep.extend(range(end - num_logits, end))
-    return np.array(keep, np.int64)
+def _tell_of_compilation() -> None:
+    # A warning, so that those see it who have not set up logging, and wonder what takes so long.
+    logger.warning("compiling kernels for this CPU: once per machine, about 20 seconds")
 
 
 def _twin(model: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class _Row:
         self._matcher = matcher
         self._output = sequence.token_ids[sequence.num_prompt_tokens :]
         self._stop_token_ids = sequence.request.stop_token_ids
+        self.num_words = matcher.num_words
         self._added: set[int] = set()
         self._error: GrammarError | None = None
 
@@ -67,10 +69,9 @@ class _Row:
 class GrammarRows:
     """One step's rows with a grammar. An error of one of them is that row's verdict, and changes no other row."""
 
-    def __init__(self, sequences: Items[Sequence], matchers: Items[GrammarMatcher | None]) -> None:
-        pairs = zip(sequences, matchers, strict=True)
-        self._rows = [_Row(row, sequence, matcher) for row, (sequence, matcher) in enumerate(pairs) if matcher]
-        self._num_words = next((matcher.num_words for matcher in matchers if matcher), 0)
+    def __init__(self, rows: Iterable[tuple[int, Sequence, GrammarMatcher]]) -> None:
+        self._rows = [_Row(*row) for row in rows]
+        self._num_words = self._rows[0].num_words if self._rows else 0
 
     def mask(self, logits: torch.Tensor) -> None:
         """Changes `logits` [S, V] in place: what a row's grammar does not allow becomes -inf."""

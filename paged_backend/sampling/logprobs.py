@@ -8,44 +8,38 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paged_backend.sampling.candidates import largest
+import paged_kernels
 
 Logprobs = dict[int, tuple[float, int]]
 """Token id to (log-probability, rank), the chosen token first. The rank is 1 + how many tokens are more likely."""
 
 
 def token_logprobs(
-    log_probs: torch.Tensor,
+    logits: torch.Tensor,
     chosen: Sequence[int],
     nums: Sequence[int],
     extra_ids: Sequence[Sequence[int] | None],
 ) -> list[Logprobs]:
-    """Per row of `log_probs` [R, V]: the chosen token, the `num` best (-1: all), and the extra ones.
+    """Per row of `logits` [R, V]: the chosen token, the `num` best (-1: all), and the extra ones.
 
     `nums` and `extra_ids` hold one entry per row. Of tokens that tie for the last place, the lower ids are preferred.
     """
-    of_chosen = log_probs.gather(1, torch.tensor(chosen, device=log_probs.device)[:, None])
-    ranks = (log_probs > of_chosen).count_nonzero(dim=1) + 1
-    rows = zip(chosen, of_chosen[:, 0].tolist(), ranks.tolist(), strict=True)
+    vocab_size = logits.shape[1]
+    nums = [vocab_size if num < 0 else min(num, vocab_size) for num in nums]
+    ids = torch.tensor(chosen, device=logits.device)
+    normalisers, ranks, *best = paged_kernels.best_logits(logits, ids, max(nums, default=0))
+    of_chosen = logits.gather(1, ids[:, None])[:, 0].float() - normalisers
+    rows = zip(chosen, of_chosen.tolist(), ranks.tolist(), strict=True)
     result: list[Logprobs] = [{token_id: (logprob, rank)} for token_id, logprob, rank in rows]
-    for num in set(nums) - {0}:
-        _add_best(log_probs, num, [row for row, wanted in enumerate(nums) if wanted == num], result)
-    for row, ids in enumerate(extra_ids):
-        if ids:
-            _add_extra(log_probs[row], ids, result[row])
+    values, best_ids = (column.cpu().numpy() for column in best)
+    logprobs = values - normalisers.cpu().numpy()[:, None]
+    best_rows = zip(result, nums, best_ids.tolist(), logprobs.tolist(), _ranks(values).tolist(), strict=True)
+    for row_result, num, *columns in best_rows:
+        _add(row_result, *(column[:num] for column in columns))
+    for row, extra in enumerate(extra_ids):
+        if extra:
+            _add_extra(logits[row], extra, normalisers[row], result[row])
     return result
-
-
-def _add_best(log_probs: torch.Tensor, num: int, rows: list[int], result: list[Logprobs]) -> None:
-    vocab_size = log_probs.shape[1]
-    num = vocab_size if num < 0 else min(num, vocab_size)
-    # A few more than asked for, since models in bfloat16 often have ties at the last place.
-    best = largest(log_probs if len(rows) == len(log_probs) else log_probs[rows], num + 12)
-    ranks = _ranks(best.values)
-    for row, ids, values, row_ranks in zip(
-        rows, best.ids[:, :num].tolist(), best.values[:, :num].tolist(), ranks.tolist(), strict=True
-    ):
-        _add(result[row], ids, values, row_ranks)
 
 
 def _ranks(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
@@ -56,11 +50,12 @@ def _ranks(values: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     return ranks
 
 
-def _add_extra(log_probs: torch.Tensor, ids: Sequence[int], result: Logprobs) -> None:
-    values = log_probs.cpu().numpy()
-    wanted = values[np.array([i for i in ids if i < len(values)], dtype=np.int64)]
-    ranks = len(values) - np.searchsorted(np.sort(values), wanted, side="right") + 1
-    _add(result, [i for i in ids if i < len(values)], wanted.tolist(), ranks.tolist())
+def _add_extra(logits: torch.Tensor, ids: Sequence[int], normaliser: torch.Tensor, result: Logprobs) -> None:
+    ids = [token_id for token_id in ids if token_id < len(logits)]
+    logits = logits.float()
+    wanted = logits[torch.tensor(ids, dtype=torch.int64, device=logits.device)]
+    ranks = 1 + (logits > wanted[:, None]).sum(dim=1)
+    _add(result, ids, (wanted - normaliser).tolist(), ranks.tolist())
 
 
 def _add(result: Logprobs, ids: Iterable[int], values: Iterable[float], ranks: Iterable[int]) -> None:

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+import paged_kernels
 from paged_backend.engine.request import Sequence
-from paged_backend.sampling.candidates import largest, take_rows
-from paged_backend.sampling.choice import choose
+from paged_backend.sampling.choice import Ints, choose
 from paged_backend.sampling.constraints import ConstrainedRow, Constraints, apply_constraints
-from paged_backend.sampling.draw import Ints
 from paged_backend.sampling.grammar import GrammarMatcher
 from paged_backend.sampling.grammar_rows import GrammarRows, Verdict
 from paged_backend.sampling.logprobs import Logprobs, token_logprobs
@@ -48,6 +47,16 @@ class _SamplingState:
         marks, budget = sequence.request.markup.reasoning, params.thinking_token_budget
         if marks is not None and budget is not None:
             self.thinking = ThinkingBudget(marks, budget, sequence.num_prompt_tokens)
+        derived = (self.matcher, self.counts, self.processors, self.thinking)
+        self.changes_logits = bool(self.constraints) or any(part is not None for part in derived)
+
+
+class _Row(NamedTuple):
+    """A row of the logits that is changed before the draw."""
+
+    row: int
+    sequence: Sequence
+    state: _SamplingState
 
 
 class Sampler:
@@ -76,28 +85,30 @@ class Sampler:
         if not sequences:
             return []
         asking = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
-        raw = take_rows(logits, asking).float().log_softmax(dim=1) if asking else None
-        logits = logits.float()
-        states = [self._state(sequence) for sequence in sequences]
-        grammars = GrammarRows(sequences, [state.matcher for state in states])
+        raw = logits
+        rows = self._rows(sequences)
+        if rows:
+            logits = logits.to(torch.float32, copy=bool(asking))
+        grammars = GrammarRows((row, one, state.matcher) for row, one, state in rows if state.matcher is not None)
         grammars.mask(logits)
-        constrained = _process(logits, sequences, states)
-        errors = _run_processors(logits, sequences, states)
-        if any(state.processors is not None for state in states):
+        constrained = _process(logits, rows)
+        errors = _run_processors(logits, rows)
+        if any(state.processors is not None for _, _, state in rows):
             grammars.mask(logits)  # which has the last word
-        _force(logits, sequences, states)
+        _force(logits, rows)
         tokens = choose(logits, sequences)
         if constrained:
             _replace_banned(tokens, logits, constrained)
         chosen: list[int] = tokens.tolist()
+        sampled: list[SampledToken | Exception] = [SampledToken(token_id, None) for token_id in chosen]
         verdicts = grammars.advance(chosen)
-        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True)) if raw is not None else {}
-        return [
-            errors.get(row)
-            or verdicts.get(row, _FREE).error
-            or SampledToken(token_id, logprobs.get(row), verdicts.get(row, _FREE).is_complete)
-            for row, token_id in enumerate(chosen)
-        ]
+        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True)) if asking else {}
+        for row in verdicts.keys() | logprobs.keys():
+            is_complete, error = verdicts.get(row, _FREE)
+            sampled[row] = error or SampledToken(chosen[row], logprobs.get(row), is_complete)
+        for row, failure in errors.items():
+            sampled[row] = failure
+        return sampled
 
     @torch.inference_mode()
     def candidates(
@@ -109,9 +120,11 @@ class Sampler:
         out, so that there may be fewer.
         """
         log_probs = logits.float().log_softmax(dim=1)
-        _process(log_probs, sequences, [self._state(sequence) for sequence in sequences])
-        best = largest(log_probs, max(nums, default=0))
-        rows = zip(best.ids.tolist(), best.values.tolist(), nums, strict=True)
+        _process(log_probs, self._rows(sequences))
+        num_best = min(max(nums, default=0), self._vocab_size)
+        some_token = torch.zeros(len(nums), dtype=torch.int64, device=logits.device)
+        _, _, best_values, best_ids = paged_kernels.best_logits(log_probs, some_token, num_best)
+        rows = zip(best_ids.tolist(), best_values.tolist(), nums, strict=True)
         return [
             [(token_id, value) for token_id, value in zip(ids[:num], values[:num], strict=True) if value > -math.inf]
             for ids, values, num in rows
@@ -123,21 +136,27 @@ class Sampler:
         result: list[Logprobs] = []
         for start in range(0, len(token_ids), _PROMPT_ROWS):
             ids = token_ids[start : start + _PROMPT_ROWS]
-            log_probs = logits[start : start + _PROMPT_ROWS].float().log_softmax(dim=1)
-            result += token_logprobs(log_probs, ids, [num_logprobs] * len(ids), [None] * len(ids))
+            rows = logits[start : start + _PROMPT_ROWS]
+            result += token_logprobs(rows, ids, [num_logprobs] * len(ids), [None] * len(ids))
         return result
 
-    def _state(self, sequence: Sequence) -> _SamplingState:
-        if not isinstance(sequence.sampling_state, _SamplingState):
-            sequence.sampling_state = _SamplingState(sequence, self._vocab_size)
-        return sequence.sampling_state
+    def _rows(self, sequences: list[Sequence]) -> list[_Row]:
+        """Those whose logits are changed, with what was derived from each, now if it was not before."""
+        rows: list[_Row] = []
+        for row, sequence in enumerate(sequences):
+            state: _SamplingState | None = sequence.sampling_state
+            if state is None:
+                state = sequence.sampling_state = _SamplingState(sequence, self._vocab_size)
+            if state.changes_logits:
+                rows.append(_Row(row, sequence, state))
+        return rows
 
 
-def _process(logits: torch.Tensor, sequences: list[Sequence], states: list[_SamplingState]) -> list[ConstrainedRow]:
+def _process(logits: torch.Tensor, rows: list[_Row]) -> list[ConstrainedRow]:
     """Applies constraints and penalties in place; returns the rows in which everything may come to be banned."""
     constrained: list[ConstrainedRow] = []
     penalised: list[PenalisedRow] = []
-    for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
+    for row, sequence, state in rows:
         if state.constraints or state.processors is not None:
             banned = state.constraints.banned(sequence.token_ids, sequence.num_output_tokens)
             # Asked for now, while the row is what its grammar made of it.
@@ -153,18 +172,15 @@ def _process(logits: torch.Tensor, sequences: list[Sequence], states: list[_Samp
     return constrained
 
 
-def _run_processors(
-    logits: torch.Tensor, sequences: list[Sequence], states: list[_SamplingState]
-) -> dict[int, Exception]:
+def _run_processors(logits: torch.Tensor, rows: list[_Row]) -> dict[int, Exception]:
     """Runs the callers' own code, in place; what failed, by row."""
-    rows = enumerate(zip(sequences, states, strict=True))
-    return run_processors(logits, [(row, one, state.processors) for row, (one, state) in rows if state.processors])
+    return run_processors(logits, [(row, one, state.processors) for row, one, state in rows if state.processors])
 
 
-def _force(logits: torch.Tensor, sequences: list[Sequence], states: list[_SamplingState]) -> None:
+def _force(logits: torch.Tensor, rows: list[_Row]) -> None:
     """Where enough was thought, the end of the reasoning comes next."""
     forced: dict[int, int] = {}
-    for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
+    for row, sequence, state in rows:
         if state.thinking is not None and (token_id := state.thinking.next_token(sequence.token_ids)) is not None:
             forced[row] = token_id
     if forced:
@@ -181,6 +197,9 @@ def _replace_banned(tokens: Ints, logits: torch.Tensor, constrained: list[Constr
 
 
 def _logprobs(raw: torch.Tensor, asking: list[int], chosen: list[int], sequences: list[Sequence]) -> list[Logprobs]:
+    """Of the rows that ask."""
     params = [sequences[row].request.params for row in asking]
     nums = [item.logprobs or 0 for item in params]
+    if len(asking) < len(raw):
+        raw = raw[asking]
     return token_logprobs(raw, [chosen[row] for row in asking], nums, [item.logprob_token_ids for item in params])

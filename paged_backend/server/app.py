@@ -215,7 +215,7 @@ def add_metrics(app: FastAPI, models: Models) -> None:
         return Response(await models.exposition(), media_type=CONTENT_TYPE)
 
 
-async def _whole(models: Models, request: Request, body: B, work: Work[B, dict[str, Any]]) -> Response:
+async def _whole(models: Models, request: Request, body: B, work: Work[B, dict[str, Any] | bytes]) -> Response:
     return JSONReply(await _done(models, request, body, work))
 
 

@@ -24,6 +24,7 @@ from paged_backend import (
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1
+_PIECE = 4096
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
@@ -60,14 +61,28 @@ class ApiError(HTTPException):
 
 
 class JSONReply(JSONResponse):
-    """Strict JSON: no NaN, and a lone surrogate, which a client may have sent, becomes a question mark."""
+    """Strict JSON: no NaN, and a lone surrogate, which a client may have sent, becomes a question mark. Bytes are JSON
+    already."""
 
     def render(self, content: Any) -> bytes:
-        return encode_json(content)
+        return content if isinstance(content, bytes) else encode_json(content)
 
 
 def encode_json(content: Any) -> bytes:
     return _ENCODER.encode(content).encode("utf-8", "replace")
+
+
+def encode_in_pieces(content: Mapping[str, Any]) -> bytes:
+    """The same of an object with long lists, for threads: it gives way to others every few thousand items."""
+    parts = (encode_json(key) + b":" + _encode_value(value) for key, value in content.items())
+    return b"{" + b",".join(parts) + b"}"
+
+
+def _encode_value(value: Any) -> bytes:
+    if not isinstance(value, list) or not value:
+        return encode_json(value)
+    pieces = (value[start : start + _PIECE] for start in range(0, len(value), _PIECE))
+    return b"[" + b",".join(encode_json(piece)[1:-1] for piece in pieces) + b"]"
 
 
 def described(error: Exception) -> ApiError:

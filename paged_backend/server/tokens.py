@@ -6,11 +6,13 @@ from typing import Any
 
 from paged_backend import LLM, InvalidRequestError
 from paged_backend.server.chat import checked_template_kwargs
+from paged_backend.server.errors import encode_in_pieces
 from paged_backend.server.protocol import DetokenizeRequest, TokenizeRequest
 from paged_backend.server.serving import Serving
 
 
-async def tokenize(serving: Serving, body: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(serving: Serving, body: TokenizeRequest) -> bytes:
+    """As JSON, which a thread writes: a text of a megabyte has hundreds of thousands of tokens."""
     return await serving.prepare(_reply, serving.llm, body)
 
 
@@ -18,14 +20,16 @@ async def detokenize(serving: Serving, body: DetokenizeRequest) -> dict[str, Any
     return {"prompt": await serving.prepare(_text, serving.llm, body.tokens)}
 
 
-def _reply(llm: LLM, body: TokenizeRequest) -> dict[str, Any]:
+def _reply(llm: LLM, body: TokenizeRequest) -> bytes:
     token_ids = _token_ids(llm, body)
-    return {
-        "count": len(token_ids),
-        "max_model_len": llm.max_model_len,
-        "tokens": token_ids,
-        "token_strs": llm.get_tokenizer().convert_ids_to_tokens(token_ids) if body.return_token_strs else None,
-    }
+    return encode_in_pieces(
+        {
+            "count": len(token_ids),
+            "max_model_len": llm.max_model_len,
+            "tokens": token_ids,
+            "token_strs": llm.get_tokenizer().convert_ids_to_tokens(token_ids) if body.return_token_strs else None,
+        }
+    )
 
 
 def _token_ids(llm: LLM, body: TokenizeRequest) -> list[int]:

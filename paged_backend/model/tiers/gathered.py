@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.model.attention import AttentionMetadata
+from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.model_call import ModelCall
 from paged_backend.model.tiers.calls import CallInputs, Piece
 from paged_backend.model.tiers.step_cache import StepCache, keeps_state
@@ -38,7 +39,7 @@ class GatheredTier:
         self._call = call
         self._block_size = block_size
         self._layers: list[int] = []
-        self._kv_cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kv_cache: dict[int, LayerCache] = {}
         self._keeps_state = keeps_state(model.config)
         self.state_bytes = 0
 
@@ -52,7 +53,7 @@ class GatheredTier:
         self._layers = list(recorder.specs)
         return list(recorder.specs.values())
 
-    def attach(self, kv_cache: list[tuple[Tensor, Tensor]]) -> None:
+    def attach(self, kv_cache: list[LayerCache]) -> None:
         self._kv_cache = dict(zip(self._layers, kv_cache, strict=True))
 
     def compute(self, pieces: list[Piece], keep: Tensor | None) -> Tensor:
@@ -89,9 +90,7 @@ class _GatheredPages:
     """For one call: what layers give is stored in their pages; what they get is all that their sequences have there,
     [B, K, longest, D], shorter sequences padded on the left with zeros."""
 
-    def __init__(
-        self, kv_cache: dict[int, tuple[Tensor, Tensor]], metadata: AttentionMetadata, block_size: int
-    ) -> None:
+    def __init__(self, kv_cache: dict[int, LayerCache], metadata: AttentionMetadata, block_size: int) -> None:
         self._kv_cache = kv_cache
         self._new_blocks = metadata.slot_mapping // block_size
         self._new_offsets = metadata.slot_mapping % block_size
@@ -106,8 +105,8 @@ class _GatheredPages:
         self._offsets = positions % block_size
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        k_cache, v_cache = self._kv_cache[layer_idx]
-        return self._stored(k_cache, key), self._stored(v_cache, value)
+        cache = self._kv_cache[layer_idx]
+        return self._stored(cache.keys, key), self._stored(cache.values, value)
 
     def _stored(self, cache: Tensor, new: Tensor) -> Tensor:
         cache[self._new_blocks, :, self._new_offsets] = new.transpose(1, 2).flatten(0, 1).to(cache.dtype)

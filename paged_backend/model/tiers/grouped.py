@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_backend.engine.scheduler import SchedulerOutput
-from paged_backend.model.kv_cache import KVShape
+from paged_backend.model.kv_cache import KVShape, LayerCache
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.tiers.calls import Piece, cut_into_calls
 
@@ -29,7 +29,7 @@ class Tier(Protocol):
         """Run one sequence [1, S] to see what the model keeps; returns what needs pages."""
         ...
 
-    def attach(self, kv_cache: list[tuple[Tensor, Tensor]]) -> None:
+    def attach(self, kv_cache: list[LayerCache]) -> None:
         """These are the pages."""
         ...
 

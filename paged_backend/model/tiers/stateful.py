@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from paged_backend.model.attention import PAGED, LayerRecorder, LayerSpec, PagedLayers, attention_layers
+from paged_backend.model.kv_cache import LayerCache
+from paged_backend.model.linear import unpack_projections
 from paged_backend.model.model_call import ModelCall
 from paged_backend.model.tiers.calls import CallInputs, Piece
 from paged_backend.model.tiers.step_cache import StepCache
@@ -20,11 +22,11 @@ class StatefulTier:
     token_bytes = 0
 
     def __init__(self, model: Any, call: ModelCall, block_size: int) -> None:
-        self._config, self._device = model.config, model.device
+        self._model, self._config, self._device = model, model.config, model.device
         self._call = call
         self._block_size = block_size
         self._specs: list[LayerSpec] = []
-        self._kv_cache: list[tuple[Tensor, Tensor]] = []
+        self._kv_cache: list[LayerCache] = []
         self.state_bytes = 0
 
     def record(self, token_ids: Tensor) -> list[LayerSpec]:
@@ -35,9 +37,10 @@ class StatefulTier:
             self._call(token_ids, torch.arange(num_tokens, device=self._device)[None], cache=cache)
         self.state_bytes = cache.states()[0].num_bytes
         self._specs = recorder.specs
+        unpack_projections(self._model)
         return self._specs
 
-    def attach(self, kv_cache: list[tuple[Tensor, Tensor]]) -> None:
+    def attach(self, kv_cache: list[LayerCache]) -> None:
         self._kv_cache = kv_cache
 
     def compute(self, pieces: list[Piece], keep: Tensor | None) -> Tensor:

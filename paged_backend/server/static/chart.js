@@ -6,12 +6,14 @@ const SECONDS = 180;
 const SMOOTH_SECONDS = 1.5;
 const [WIDTH, HEIGHT] = [600, 90];
 const samples = []; // { time, tokens, rate }, oldest first
+let shown = null; // the model
 const chart = byId("chart");
 
-// Adds what the counter says at a time; returns the rate.
-export function addSample(time, tokens) {
+// Adds what a model's counter says at a time; returns the rate.
+export function addSample(model, time, tokens) {
+  if (model !== shown || tokens < samples.at(-1)?.tokens || time < samples.at(-1)?.time) samples.length = 0; // another engine
+  shown = model;
   const last = samples.at(-1);
-  if (last && (tokens < last.tokens || time < last.time)) samples.length = 0; // another engine
   if (!last || time > last.time) samples.push({ time, tokens, rate: rateAt(time, tokens) });
   while (samples[0].time < time - SECONDS) samples.shift();
   draw(time);

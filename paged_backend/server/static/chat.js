@@ -186,7 +186,7 @@ class AnswerView {
       const numCached = usage.prompt_tokens_details?.cached_tokens ?? 0;
       parts.push(`prompt of ${count(usage.prompt_tokens)}, ${count(numCached)} cached`);
     }
-    if (this.finish && this.finish !== "stop") parts.push(this.finish === "length" ? "cut at the limit" : this.finish);
+    if (this.finish === "length") parts.push("cut at the limit");
     return parts;
   }
 }

@@ -28,7 +28,7 @@ export function startMap() {
 }
 
 export function showMap(map) {
-  if (shown !== null && map.cells.owners.length < shown.cells.owners.length) lastOwners = []; // another engine
+  if (shown?.model !== map.model || map.cells.owners.length < shown.cells.owners.length) lastOwners = []; // another engine
   shown = map;
   map.cells.owners.forEach((owner, index) => {
     if (owner >= 0) lastOwners[index] = owner;

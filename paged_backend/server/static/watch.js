@@ -35,7 +35,7 @@ async function look(model) {
       setState("waiting", "needs a key");
       return null;
     }
-    if (error.code === "loading") setState("waiting", "loading the model");
+    if (error.code === "loading") setState("waiting", "the model is not loaded yet");
     else setState("failed", error instanceof ApiError ? error.message : "the server does not answer");
     return FAILED_MILLISECONDS;
   }
@@ -55,7 +55,7 @@ function setState(state, text = state) {
 function show(map) {
   const { stats } = map;
   showMap(map);
-  const rate = addSample(map.time, stats.num_generated_tokens);
+  const rate = addSample(map.model, map.time, stats.num_generated_tokens);
   const numHeld = stats.num_blocks - stats.num_free_blocks;
   const figures = {
     "num-running": count(stats.num_running),

@@ -1,0 +1,179 @@
+"""Packed weights, of 16, 8 or 4 bits: how they lie in memory, and how they are rounded.
+
+What is multiplied at once lies together, so that memory is read from one end to the other, and sums of products need no
+sum over lanes at their end.
+
+With 8 or 4 bits a layer's inputs are rotated before they are rounded, and so are its weights, which leaves their
+products as they were. It spreads large numbers over many, so that 8 bits are enough for whole rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor
+
+LANES = 16
+"""Columns whose weights lie next to each other: a block."""
+LEAST_COLUMNS = 4 * LANES
+"""The kernels multiply so many columns at once; smaller matrices are padded to it."""
+BITS = (16, 8, 4)
+GROUP_OF_4_BITS = 32
+"""Weights of 4 bits share their scale with so many neighbours; weights of 8 bits with their whole column."""
+ROTATION = 64
+"""Most neighbours that are mixed; more gave no better results."""
+_MOST_AT_ONCE = 4096  # columns that are quantised at a time
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix of weights [N, K]; column n of the product is the input times row n. N is padded to a multiple
+    of LANES, and to LEAST_COLUMNS.
+
+    With 16 bits a weight is what is stored, with fewer it is `(stored - offset) * scale`, rotated.
+    """
+
+    values: Tensor
+    """[N / 16, steps, 16, 2] bfloat16 or [N / 16, steps, 16, 4] uint8: a step holds 2 or 4 neighbours of each of 16
+    columns. With 4 bits a byte holds a number of this step's first 4 neighbours in its lower half, and one of the 4
+    after them in the upper one."""
+    scales: Tensor
+    """[N / 16, groups, 16]: float32 with 8 bits, bfloat16 with 4; no groups with 16 bits."""
+    shape: tuple[int, int]
+    """N and K."""
+    bits: int
+
+    @property
+    def offset(self) -> int:
+        return 0 if self.bits == 16 else int(1 << (self.bits - 1))
+
+    @property
+    def padded_depth(self) -> int:
+        return self.values.shape[1] * (32 // self.bits)
+
+    @property
+    def num_groups(self) -> int:
+        return max(1, self.scales.shape[1])
+
+    @property
+    def numbers(self) -> Tensor:
+        """[N, K], both padded: what is stored, less the offset, as float32."""
+        values = self.values
+        if self.bits == 4:
+            values = torch.stack([values & 15, values >> 4], dim=2).flatten(1, 2)
+        return values.permute(0, 2, 1, 3).reshape(-1, self.padded_depth).float() - self.offset
+
+    @property
+    def column_scales(self) -> Tensor:
+        """[N, groups], N padded: the scales of the columns' groups, float32."""
+        return self.scales.float().permute(0, 2, 1).flatten(0, 1)
+
+    def unpack(self) -> Tensor:
+        """The weights [N, K] as float32, rotated back."""
+        num_columns, depth = self.shape
+        if self.bits == 16:
+            return self.numbers[:num_columns, :depth]
+        grouped = self.numbers.view(-1, self.num_groups, self.padded_depth // self.num_groups)
+        return rotate((grouped * self.column_scales[..., None]).flatten(1)[:num_columns, :depth])
+
+
+def pack(weight: Tensor, bits: int) -> PackedWeight:
+    """Pack the weights [N, K] of a linear layer, which with 16 bits are bfloat16.
+
+    With fewer they are rounded, each column with a scale of its own and with 4 bits each group of a column.
+    """
+    assert bits in BITS and weight.dim() == 2 and (bits != 16 or weight.dtype == torch.bfloat16)
+    parts = [_packed(part) if bits == 16 else _quantized(part, bits) for part in torch.split(weight, _MOST_AT_ONCE)]
+    values, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return PackedWeight(values, scales, (weight.shape[0], weight.shape[1]), bits)
+
+
+def can_be_merged(weights: list[PackedWeight]) -> bool:
+    """Whether all have the same number of bits, and none has padding."""
+    sizes = [weight.shape[0] for weight in weights]
+    return len({weight.bits for weight in weights}) == 1 and all(n % LANES == 0 and n >= LEAST_COLUMNS for n in sizes)
+
+
+def merge(weights: list[PackedWeight]) -> PackedWeight:
+    """One matrix of the columns of several, which `can_be_merged`."""
+    assert can_be_merged(weights)
+    values, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales"))
+    num_columns = sum(weight.shape[0] for weight in weights)
+    return PackedWeight(values, scales, (num_columns, weights[0].shape[1]), weights[0].bits)
+
+
+def split(weight: PackedWeight, sizes: list[int]) -> list[PackedWeight]:
+    """Views of the columns, `sizes` at a time, as they were merged."""
+    blocks = [size // LANES for size in sizes]
+    tensors = zip(torch.split(weight.values, blocks), torch.split(weight.scales, blocks), sizes, strict=True)
+    return [PackedWeight(values, scales, (size, weight.shape[1]), weight.bits) for values, scales, size in tensors]
+
+
+def quantize_rows(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
+    """Inputs [T, K] as whole numbers from -127 to 127, [T, groups, size], and their scales [T, groups, 1].
+
+    A row with a number that is not finite has scales that are NaN.
+    """
+    rotated = torch.nn.functional.pad(rotate(x.float()), (0, weight.padded_depth - x.shape[1]))
+    grouped = rotated.view(len(x), weight.num_groups, -1)
+    largest = grouped.abs().amax(-1, keepdim=True)
+    factors = torch.where(largest > 0, 127 / largest, 0.0)
+    numbers = torch.where(largest.isfinite(), grouped * factors, 0.0).round()
+    return numbers, torch.where(largest.isfinite(), largest / 127, torch.nan)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """[..., K] times an orthogonal matrix, its own inverse: Hadamard matrices mix each `rotation_size(K)`."""
+    depth = x.shape[-1]
+    size = rotation_size(depth)
+    rotated: Tensor = (x.reshape(*x.shape[:-1], depth // size, size) @ _hadamard(size).to(x)).reshape(x.shape)
+    return rotated
+
+
+def rotation_size(depth: int) -> int:
+    """The largest power of two that divides the depth, ROTATION at most."""
+    return min(ROTATION, depth & -depth)
+
+
+@functools.cache
+def _hadamard(size: int) -> Tensor:
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / size**0.5
+
+
+def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
+    padded = torch.nn.functional.pad(weight, (0, weight.shape[1] % 2, 0, _padding(weight.shape[0])))
+    blocks = len(padded) // LANES
+    values = padded.view(blocks, LANES, -1, 2).permute(0, 2, 1, 3).contiguous()
+    return values, torch.empty(blocks, 0, LANES)
+
+
+def _quantized(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    num_columns, depth = weight.shape
+    group = GROUP_OF_4_BITS if bits == 4 else 4
+    padded = torch.nn.functional.pad(rotate(weight.float()), (0, -depth % group, 0, _padding(num_columns)))
+    blocks = len(padded) // LANES
+    grouped = padded.view(len(padded), -1, group if bits == 4 else padded.shape[1])
+    if bits == 8:
+        scales = grouped.abs().amax(-1, keepdim=True) / 127
+        most = 127
+    else:
+        # The largest number becomes -8, which has no positive counterpart.
+        largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
+        scales = (largest / -8).bfloat16().float()
+        most = 7
+    offset = 1 << (bits - 1)
+    numbers = torch.where(scales != 0, grouped / scales, 0.0).round().clamp(-offset, most) + offset
+    values = numbers.to(torch.uint8).view(blocks, LANES, -1, 4).permute(0, 2, 1, 3)
+    if bits == 4:
+        values = values[:, 0::2] | (values[:, 1::2] << 4)
+    packed_scales = scales.view(blocks, LANES, -1).permute(0, 2, 1)
+    return values.contiguous(), packed_scales.to(torch.float32 if bits == 8 else torch.bfloat16).contiguous()
+
+
+def _padding(num_columns: int) -> int:
+    return max(LEAST_COLUMNS, -(-num_columns // LANES) * LANES) - num_columns

@@ -1,0 +1,86 @@
+"""Scheduled sequences to the arrays of one step: what the model reads, and where its keys and values go."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from paged_backend.engine.scheduler import ScheduledSequence
+
+Ints32 = npt.NDArray[np.int32]
+Ints64 = npt.NDArray[np.int64]
+
+
+class StepInputs(NamedTuple):
+    """T tokens of S sequences, packed one sequence after the other; R of them have logits that are wanted."""
+
+    input_ids: Ints64
+    """[T]"""
+    positions: Ints64
+    """[T]"""
+    keep: Ints64
+    """[R]: where in the pack the tokens are whose logits are wanted."""
+    slot_mapping: Ints64
+    """[T]: where each token's key and value go."""
+    block_tables: Ints32
+    """[S, most blocks], padded with 0."""
+    query_start_loc: Ints32
+    """[S + 1]: where each sequence's tokens begin in the pack."""
+    seq_lens: Ints32
+    """[S]: tokens of each sequence so far, those of this step included."""
+
+
+def step_inputs(scheduled: list[ScheduledSequence], block_size: int) -> StepInputs:
+    """The arrays of a step. What is done sequence by sequence costs a large batch most: hence one plain loop."""
+    starts, lengths, nums_logits, token_ids = [], [], [], list[int]()
+    for item in scheduled:
+        sequence, num_tokens, num_logits = item
+        first = sequence.num_computed_tokens
+        starts.append(first)
+        lengths.append(num_tokens)
+        nums_logits.append(num_logits)
+        if num_tokens == 1:
+            token_ids.append(sequence.token_ids[first])
+        else:
+            token_ids += item.token_ids
+    starts_, lengths_ = np.array(starts, np.int64), np.array(lengths, np.int64)
+    ends = lengths_.cumsum()
+    query_start_loc = np.zeros(len(scheduled) + 1, np.int32)
+    query_start_loc[1:] = ends
+    block_tables = _block_tables(scheduled)
+    if len(token_ids) == len(scheduled):  # each of them computes one
+        rows, positions = np.arange(len(scheduled)), starts_
+    else:
+        rows, positions = np.repeat(np.arange(len(scheduled)), lengths_), _ranges(starts_, lengths_)
+    blocks, offsets = np.divmod(positions, block_size)
+    nums_kept = np.array(nums_logits, np.int64)
+    return StepInputs(
+        input_ids=np.array(token_ids, np.int64),
+        positions=positions,
+        keep=ends - 1 if (nums_kept == 1).all() else _ranges(ends - nums_kept, nums_kept),
+        slot_mapping=block_tables[rows, blocks] * np.int64(block_size) + offsets,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        seq_lens=(starts_ + lengths_).astype(np.int32),
+    )
+
+
+def _block_tables(scheduled: list[ScheduledSequence]) -> Ints32:
+    """The sequences' tables [S, most blocks], padded with 0; their memory is joined, not read number by number."""
+    tables = [item.sequence.block_table for item in scheduled]
+    lengths = np.array([len(table) for table in tables])
+    joined = np.frombuffer(bytearray().join(tables), np.int32)
+    width = int(lengths.max())
+    if len(joined) == len(tables) * width:
+        return joined.reshape(len(tables), width)
+    padded = np.zeros((len(tables), width), np.int32)
+    padded[np.arange(width) < lengths[:, None]] = joined
+    return padded
+
+
+def _ranges(starts: Ints64, lengths: Ints64) -> Ints64:
+    """`range(start, start + length)` of each, one after the other."""
+    ends = lengths.cumsum()
+    return np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
