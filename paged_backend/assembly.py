@@ -35,10 +35,7 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
     if isinstance(backend, EncoderBackend):
         return _assemble_encoder(backend, config)
     traits = backend.traits
-    for name, is_wanted in (
-        ("prefix caching", config.enable_prefix_caching),
-        ("speculation", config.speculation is not None),
-    ):
+    for name, is_wanted in (("prefix caching", config.enable_prefix_caching), ("speculation", config.speculation)):
         if is_wanted and traits.keeps_state:
             logger.info("no %s for %s: the KV cache does not hold all that its sequences keep", name, backend.name)
     manager = KVCacheManager(
@@ -47,13 +44,12 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
         enable_prefix_caching=config.enable_prefix_caching and not traits.keeps_state,
         window=traits.window,
     )
-    can_speculate = config.speculation is not None and not traits.keeps_state
     scheduler = Scheduler(
         manager,
         max_num_seqs=min(config.max_num_seqs, traits.max_num_seqs or config.max_num_seqs),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=backend.max_model_len,
-        speculator=Speculator(config.speculation) if config.speculation and can_speculate else None,
+        speculator=Speculator(config.speculation) if config.speculation and not traits.keeps_state else None,
     )
     processor = OutputProcessor(backend.tokenizer.decoder() if backend.tokenizer else None)
     limits = Limits(

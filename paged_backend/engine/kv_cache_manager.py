@@ -82,7 +82,7 @@ class KVCacheManager:
         return True
 
     def allocate_slots(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Room for the next `num_tokens` tokens of a running sequence; None, and nothing changed, if there is none.
+        """Room for the next `num_tokens` tokens of a running sequence; None, and nothing taken, if there is none.
 
         Returns the copy (if any) that must be made before they are written.
         """
