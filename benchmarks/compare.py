@@ -25,7 +25,7 @@ from typing import Any
 
 import results
 from engines import PEERS, EngineProcess, Setup, available_threads, engine_names, start
-from rounds import machine, take_turns
+from rounds import Engine, machine, take_turns
 from workloads import WORKLOADS, Workload
 
 DEFAULT_WORKLOADS = ("b1", "b8", "b32", "b64", "shared32")
@@ -35,7 +35,7 @@ def task(workload: Workload, round_: int, num_tokens: int | None = None) -> dict
     return {"conversations": workload.conversations(round_), "num_tokens": num_tokens or workload.num_tokens}
 
 
-def able(engines: Mapping[str, EngineProcess], workload: Workload) -> dict[str, EngineProcess]:
+def able(engines: Mapping[str, Engine], workload: Workload) -> dict[str, Engine]:
     """Those for which the workload measures what it is meant to."""
     return {
         name: engine
@@ -44,7 +44,7 @@ def able(engines: Mapping[str, EngineProcess], workload: Workload) -> dict[str, 
     }
 
 
-def warm_up(engines: Mapping[str, EngineProcess], workload: Workload) -> None:
+def warm_up(engines: Mapping[str, Engine], workload: Workload) -> None:
     """Round 0, answered with two tokens: shapes are known and buffers made, and prompts of round 0 are cached."""
     num_prompt_tokens = {}
     for name, engine in able(engines, workload).items():
@@ -54,7 +54,7 @@ def warm_up(engines: Mapping[str, EngineProcess], workload: Workload) -> None:
         print(f"{workload.name}: they do not read the same prompts: {num_prompt_tokens} tokens", flush=True)
 
 
-def measure(engines: Mapping[str, EngineProcess], workload: Workload, rounds: int) -> dict[str, list[float]]:
+def measure(engines: Mapping[str, Engine], workload: Workload, rounds: int) -> dict[str, list[float]]:
     """Rates of each engine, one per round."""
     answers = take_turns(able(engines, workload), rounds, lambda round_: task(workload, round_))
     rates = {name: [_rate(workload, answer) for answer in values] for name, values in answers.items()}

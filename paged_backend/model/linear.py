@@ -56,7 +56,7 @@ class Linear:
     """x [T, in] -> x W^T + b [T, out], with the weight as the layers have it that it stands for, held once."""
 
     def __init__(self, weight: Tensor | PackedWeight, bias: Tensor | None) -> None:
-        self._weight, self.bias = weight, bias
+        self._weight, self._bias = weight, bias
         self._is_ours = isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
         self._most_rows = _FEW_ROWS if _has_tiles() else sys.maxsize
 
@@ -78,16 +78,12 @@ class Linear:
             return all(type(module) is nn.Linear for module in modules)
         return can_be_merged([module.packed for module in modules if isinstance(module, PackedLinear)])
 
-    @property
-    def packed(self) -> PackedWeight | None:
-        return self._weight if isinstance(self._weight, PackedWeight) else None
-
     def __call__(self, x: Tensor) -> Tensor:
         if isinstance(self._weight, PackedWeight):
-            return paged_kernels.packed_linear(x, self._weight, self.bias)
+            return paged_kernels.packed_linear(x, self._weight, self._bias)
         if self._is_ours and x.shape[0] <= self._most_rows:
-            return paged_kernels.linear(x, self._weight, self.bias)
-        return nn.functional.linear(x, self._weight, self.bias)
+            return paged_kernels.linear(x, self._weight, self._bias)
+        return nn.functional.linear(x, self._weight, self._bias)
 
 
 def _merged_weight(modules: Sequence[nn.Linear | PackedLinear]) -> Tensor | PackedWeight:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from starlette.requests import Request
 
 import paged_backend
-from paged_backend import ConfigError, EngineStats
+from paged_backend import ConfigError, EngineError, EngineStats
 from paged_backend.server.errors import ApiError
 from paged_backend.server.metrics import exposition
 from paged_backend.server.serving import Serving
@@ -126,7 +126,7 @@ class Models:
         """What Prometheus scrapes; without the part of engines that do not answer."""
         stats: dict[Serving, EngineStats] = {}
         for serving in self.servings:
-            with contextlib.suppress(ApiError):
+            with contextlib.suppress(ApiError, EngineError):
                 stats[serving] = await serving.stats()
         return exposition([(serving.metrics, stats.get(serving)) for serving in self.servings])
 
@@ -188,7 +188,7 @@ class Models:
 
     async def _load_now(self, serving: Serving) -> None:
         name = serving.model_names[0]
-        while serving.num_bytes_needed() > self._free_memory() and self._others(serving):
+        while self._others(serving) and serving.num_bytes_needed() > self._free_memory():
             await self._make_room(serving)
         try:
             await self._load_in_what_there_is(serving)

@@ -53,11 +53,11 @@ class ResponseItems:
             self._item_of_call[call.index] = self._items[-1]
             yield from self._grow_call(call.arguments)
 
-    def end(self) -> Iterator[Event]:
-        """Close what is open; an answer of nothing is an empty message."""
+    def end(self, *, is_cut: bool) -> Iterator[Event]:
+        """Close what is open, which is incomplete if the answer was cut; an answer of nothing is an empty message."""
         if not self.output:
             yield from self._switch("message", _message_item())
-        yield from self._close()
+        yield from self._close(is_cut=is_cut)
 
     def _switch(self, key: object, item: Item) -> Iterator[Event]:
         if self._key == key:
@@ -71,7 +71,7 @@ class ResponseItems:
             yield self._event("response.output_item.added", item={**item, "content": []})
             yield self._event("response.content_part.added", content_index=0, part=dict(item["content"][0]))
 
-    def _close(self) -> Iterator[Event]:
+    def _close(self, *, is_cut: bool = False) -> Iterator[Event]:
         if self._key is None:
             return
         self._key = None
@@ -89,7 +89,7 @@ class ResponseItems:
                 yield self._event("response.function_call_arguments.done", arguments=arguments, name=name)
         if "content" in item:
             yield self._event("response.content_part.done", content_index=0, part=dict(item["content"][0]))
-        item["status"] = "incomplete" if item["id"] in self._taken_back else "completed"
+        item["status"] = "incomplete" if is_cut or item["id"] in self._taken_back else "completed"
         yield self._event("response.output_item.done", item=dict(item))
 
     def _grow_text(self, kind: str, text: str) -> Iterator[Event]:

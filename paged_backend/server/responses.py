@@ -21,8 +21,8 @@ async def respond(serving: Serving, body: ResponsesRequest) -> dict[str, Any]:
     """The response as a whole; cancelling aborts it."""
     output = await result_of(await submit(serving, as_chat(body)), serving.metrics)
     reply = _Reply(serving, body)
-    for _ in (*reply.add(output), *reply.items.end()):
-        pass
+    reply.add(output)
+    reply.end()
     return await reply.done()
 
 
@@ -40,7 +40,7 @@ async def _events(handle: RequestHandle, serving: Serving, reply: _Reply) -> Asy
             yield {"type": "response.in_progress", "response": reply.unfinished()}
         for event in reply.add(output):
             yield event
-    for event in reply.items.end():
+    for event in reply.end():
         yield event
     response = await reply.done()
     yield {"type": f"response.{response['status']}", "response": response}
@@ -50,7 +50,7 @@ class _Reply:
     """The response object, from before its first output to its end."""
 
     def __init__(self, serving: Serving, body: ResponsesRequest) -> None:
-        self.items = ResponseItems(shows_reasoning=body.include_reasoning)
+        self._items = ResponseItems(shows_reasoning=body.include_reasoning)
         self._serving, self._body = serving, body
         self._spelling = Spelling(serving.llm, as_ids=False)
         self._head = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time())}
@@ -62,25 +62,31 @@ class _Reply:
         (part,) = output.outputs
         self._last, self._finish_reason = output, part.finish_reason
         self._num_tokens += len(part.token_ids)
-        return list(self.items.add(part, self._logprobs(part)))
+        return list(self._items.add(part, self._logprobs(part)))
+
+    def end(self) -> list[Event]:
+        return list(self._items.end(is_cut=self._is_cut))
+
+    @property
+    def _is_cut(self) -> bool:
+        return self._finish_reason == "length"
 
     def unfinished(self) -> dict[str, Any]:
         return self._response("in_progress")
 
     async def done(self) -> dict[str, Any]:
-        is_cut = self._finish_reason == "length"
         return {
-            **self._response("incomplete" if is_cut else "completed"),
-            "completed_at": None if is_cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": self.items.output,
+            **self._response("incomplete" if self._is_cut else "completed"),
+            "completed_at": None if self._is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
+            "output": self._items.output,
             "usage": await self._usage(),
         }
 
     async def _usage(self) -> dict[str, Any]:
         assert self._last is not None
         num_input = len(self._last.prompt_token_ids)
-        reasoning, tokenizer = self.items.reasoning, self._serving.llm.tokenizer
+        reasoning, tokenizer = self._items.reasoning, self._serving.llm.tokenizer
         encode = self._serving.prepare(tokenizer.encode, reasoning, add_special_tokens=False) if reasoning else None
         return {
             "input_tokens": num_input,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from paged_backend import LLM, EngineStats
+from paged_backend import LLM, EngineError, EngineStats
 from paged_backend.server.errors import ApiError
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.settings import ServerSettings
@@ -100,7 +100,7 @@ class Serving:
         assert self._llm is not None and self.num_users == 0
         self.is_leaving = True
         try:
-            with contextlib.suppress(ApiError):
+            with contextlib.suppress(ApiError, EngineError):
                 self.metrics.keep(await self.stats())
             llm, self._llm, self._stats = self._llm, None, None
             await asyncio.to_thread(_close, llm)

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import NamedTuple
 
-from paged_backend import EngineStats
+from paged_backend import EngineError, EngineStats
 from paged_backend.server.errors import ApiError
 from paged_backend.server.models import Models
 from paged_backend.server.serving import Serving
@@ -24,8 +24,8 @@ async def log_when_busy(models: Models, *, interval: float = 10.0) -> None:
             if serving.is_loaded:
                 try:
                     log.write(await serving.stats())
-                except ApiError as error:
-                    logger.warning("%s: %s", serving.model_names[0], error.message)
+                except (ApiError, EngineError) as error:
+                    logger.warning("%s: %s", serving.model_names[0], error)
 
 
 class _Counts(NamedTuple):
