@@ -169,8 +169,8 @@ def _reason(error: Exception) -> str:
 
 def documented_rows() -> dict[str, Row]:
     _, _, table = DOCUMENT.read_text(encoding="utf-8").partition(TABLE_MARK)
-    cells = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[4:]]
-    return {cell[0]: Row(cell[0], cell[1], cell[2] == "yes", cell[-1]) for cell in cells}
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[4:]]
+    return {name: Row(name, way, shares == "yes", remark) for name, way, shares, remark in cells}
 
 
 def write_rows(rows: list[Row]) -> None:

@@ -147,6 +147,8 @@ def unpack_projections(model: nn.Module) -> None:
     for parent in list(model.modules()):
         packed = getattr(parent, _READ_AS_A_MATRIX, None)
         if isinstance(packed, PackedLinear):
-            plain = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
-            plain.weight, plain.bias = nn.Parameter(packed.weight, requires_grad=False), packed.bias
+            plain = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
+            plain.weight = nn.Parameter(packed.weight, requires_grad=False)
+            if packed.bias is not None:
+                plain.bias = packed.bias
             setattr(parent, _READ_AS_A_MATRIX, plain)
