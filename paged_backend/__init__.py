@@ -56,7 +56,9 @@ _MODULE_OF = {
     "SpeculativeConfig": "config",
     "StructuredOutputsParams": "structured_outputs",
     "ToolCall": "outputs",
+    "Verdict": "model.ways",
     "available_memory": "model.kv_cache",
+    "check_model": "checking",
     "demo_folder": "model.demo",
     "unknown_name": "errors",
 }
@@ -103,7 +105,9 @@ __all__ = [
     "SpeculativeConfig",
     "StructuredOutputsParams",
     "ToolCall",
+    "Verdict",
     "available_memory",
+    "check_model",
     "demo_folder",
     "unknown_name",
 ]
@@ -112,6 +116,7 @@ if TYPE_CHECKING:
     from paged_backend.async_stream import AsyncStream
     from paged_backend.backend import Backend, EncoderBackend
     from paged_backend.beam_search_params import BeamSearchParams
+    from paged_backend.checking import check_model
     from paged_backend.config import EngineConfig, SpeculativeConfig
     from paged_backend.engine.kv_map import KVCells, KVMap, KVRequest
     from paged_backend.engine.metrics import EngineStats
@@ -132,6 +137,7 @@ if TYPE_CHECKING:
     from paged_backend.lora import LoRARequest
     from paged_backend.model.demo import demo_folder
     from paged_backend.model.kv_cache import available_memory
+    from paged_backend.model.ways import Verdict
     from paged_backend.outputs import (
         ClassificationOutput,
         CompletionOutput,

@@ -36,16 +36,23 @@ class Facts(NamedTuple):
 def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[AnyEngine, Facts]:
     if isinstance(backend, EncoderBackend):
         return _assemble_encoder(backend, config)
+    traits = backend.traits
+    for name, is_wanted in (("prefix caching", config.enable_prefix_caching), ("speculation", config.speculation)):
+        if is_wanted and traits.keeps_state:
+            logger.info("no %s for %s: the KV cache does not hold all that its sequences keep", name, backend.name)
     manager = KVCacheManager(
-        backend.runner.num_blocks, backend.runner.block_size, enable_prefix_caching=config.enable_prefix_caching
+        backend.runner.num_blocks,
+        backend.runner.block_size,
+        enable_prefix_caching=config.enable_prefix_caching and not traits.keeps_state,
+        window=traits.window,
     )
     scheduler = Scheduler(
         manager,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=min(config.max_num_seqs, traits.max_num_seqs or config.max_num_seqs),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=backend.max_model_len,
         max_adapters=config.max_loras,
-        speculator=None if config.speculation is None else Speculator(config.speculation),
+        speculator=Speculator(config.speculation) if config.speculation and not traits.keeps_state else None,
     )
     processor = OutputProcessor(backend.tokenizer.decoder() if backend.tokenizer else None)
     limits = Limits(

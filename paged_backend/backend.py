@@ -28,6 +28,19 @@ class Runner(engine.Runner, Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a model's way of computing rules out."""
+
+    max_num_seqs: int | None = None
+    """Most sequences that its memory has room for; None: as many as wanted."""
+    window: int | None = None
+    """How many tokens a token looks at in every layer, itself included; None: all of them, in some layer."""
+    keeps_state: bool = False
+    """A sequence has more than its keys and values in pages, so that it can neither go on from another one's pages nor
+    go back."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """A loaded model, ready to run; tests and other model code make their own."""
 
@@ -43,6 +56,7 @@ class Backend:
     """None: the runner gives no embeddings."""
     adapters: Adapters | None = None
     """Where LoRA adapters come from; None: there are none."""
+    traits: Traits = Traits()
 
 
 class EncoderRunner(encoder_engine.EncoderRunner, Protocol):
@@ -104,4 +118,9 @@ def load_backend(
         default_sampling=loaded.default_sampling,
         embedding=loaded.embedding,
         adapters=runner.adapters,
+        traits=Traits(
+            max_num_seqs=runner.verdict.max_num_seqs,
+            keeps_state=runner.verdict.keeps_state,
+            window=runner.verdict.window,
+        ),
     )

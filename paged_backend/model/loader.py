@@ -38,6 +38,7 @@ from paged_backend.model.gguf import gguf_folder
 from paged_backend.model.linear import cpu_computes
 from paged_backend.model.quantize import quantize_linears
 from paged_backend.model.remote_tokenizers import IM_END, qwen_tokenizer
+from paged_backend.model.rope import length_limits
 from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport
 from paged_backend.sampling_params import SamplingParams
 
@@ -332,31 +333,23 @@ def _max_model_len(
     trained: int | None = None,
 ) -> int:
     """`max_model_len`, else `trained`, the length that an encoder was trained with, else the model's limit."""
-    limit = _length_limit(model_config.get_text_config(decoder=True))
-    if is_encoder(model_config) or is_classifier(
-        model_config
-    ):  # whose tables of positions may have room that no token can have
-        limit = min(filter(None, (limit, _tokenizer_limit(tokenizer))), default=None)
+    limit, most = _length_limits(model_config.get_text_config(decoder=True))
+    if is_encoder(model_config) or is_classifier(model_config):
+        # Whose tables of positions may have room that no token can have.
+        limit = most = min(filter(None, (limit, _tokenizer_limit(tokenizer))), default=None)
     wanted = config.max_model_len or (min(trained, limit or trained) if trained else None)
-    if limit is None:
+    if limit is None or most is None:
         return wanted or _tokenizer_limit(tokenizer) or DEFAULT_MAX_MODEL_LEN
-    if wanted is not None and wanted > limit:
-        raise ConfigError(f"max_model_len={wanted} is more than the model's own limit of {limit} tokens; lower it")
+    if wanted is not None and wanted > most:
+        raise ConfigError(f"max_model_len={wanted} is more than the model's own limit of {most} tokens; lower it")
     return wanted or limit
 
 
-def _length_limit(config: PreTrainedConfig) -> int | None:
+def _length_limits(config: PreTrainedConfig) -> tuple[int | None, int | None]:
+    """What the model takes by default, and at most."""
     lengths = (getattr(config, name, None) for name in _LENGTH_NAMES)
     limit = next((length for length in lengths if isinstance(length, int) and length > 0), None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if limit is not None and rope.get("rope_type") == "yarn":
-        # YaRN is switched on by hand, as a rule without raising max_position_embeddings.
-        return max(limit, int(rope.get("original_max_position_embeddings", limit) * rope["factor"]))
-    if limit is not None and rope.get("rope_type") == "longrope":
-        # transformers chooses between two sets of frequencies by the longest sequence of the batch, so that one could
-        # change another's result. Up to this length, it is always the same set.
-        return int(rope.get("original_max_position_embeddings") or limit)
-    return limit
+    return (None, None) if limit is None else length_limits(getattr(config, "rope_parameters", None) or {}, limit)
 
 
 def _tokenizer_limit(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
