@@ -125,9 +125,9 @@ class ModelRunner:
         without = frozenset[int]() if padding is None else frozenset([padding])
         probe = probe_token_ids(self.vocab_size, loaded.max_model_len, config.block_size, without=without)
         expected = ModelCall(model).plain(self._tensor(np.array(probe)))
-        dtype = coarsest = kv_cache.storage_dtype(config, model.dtype, self.device)
-        if (config.quantization is not None or loaded.is_quantized) and dtype == torch.float32:
-            coarsest = torch.bfloat16  # inputs of 8 bits round as much
+        dtype = kv_cache.storage_dtype(config, model.dtype, self.device)
+        rounds_inputs = config.quantization is not None or loaded.is_quantized
+        coarsest = torch.int8 if rounds_inputs else dtype
         check = functools.partial(
             check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name
         )
