@@ -24,6 +24,7 @@ import json
 import os
 import pathlib
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -275,6 +276,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", default="python", help="the interpreter that has vLLM")
     arguments = parser.parse_args()
 
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("terminated"))  # and end the servers
     print(f"{versions()}, {arguments.model} in {arguments.dtype}, {arguments.clients} clients", flush=True)
     load, num_held = load_of_ours(arguments)
     print(load.report("paged-backend serve"), flush=True)

@@ -35,7 +35,7 @@ from paged_backend.engine.scheduler import SchedulerOutput
 from paged_backend.server.models import Models
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("serve", "chat", "generate", "run-batch", "bench", "demo")
+COMMANDS = ("serve", "chat", "generate", "run-batch", "check", "bench", "demo")
 # What EngineConfig has, and what there is to set: these make no difference yet.
 WITHOUT_EFFECT = {"enforce_eager"}
 
