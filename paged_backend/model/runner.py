@@ -146,7 +146,7 @@ class ModelRunner:
         _set_attention(model, PAGED if tier is None else tier.implementation or trial.own_implementation)
         specs: Sequence[kv_cache.KVShape]
         if tier is None:
-            specs = self._specs = self._record_layers(trial.probe)
+            specs = self._specs = self._record_layers(trial.probe, latents=not config.enable_lora)
         else:
             specs = tier.record(self._tensor(np.array(trial.probe))[None])
         bytes_per_block = kv_cache.block_bytes(specs, block_size, trial.dtype)
@@ -276,10 +276,11 @@ class ModelRunner:
         speed_up_linears(self._model)
         return trial.check()
 
-    def _record_layers(self, token_ids: list[int]) -> list[LayerSpec]:
+    def _record_layers(self, token_ids: list[int], *, latents: bool) -> list[LayerSpec]:
+        """With LoRA there are no latents: an adapter adds to the outputs of a layer that they do without."""
         recorder = LayerRecorder()
         length = len(token_ids)
-        self._has_latents = any(hasattr(module, "kv_b_proj") for module in self._model.modules())
+        self._has_latents = latents and any(hasattr(module, "kv_b_proj") for module in self._model.modules())
         self._forward(recorder, np.array(token_ids), np.arange(length), np.arange(length))
         if not recorder.specs:
             raise ModelError("its attention is code of its own")

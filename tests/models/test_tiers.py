@@ -149,6 +149,11 @@ def test_latents_take_less_than_heads_and_shared_layers_nothing() -> None:
     assert sum(kinds.values()) == 4
 
 
+def test_with_adapters_keys_are_expanded_since_an_adapter_may_change_how() -> None:
+    verdict = check_model(make_tiny(LATENT), kv_cache_memory="1MiB", enable_lora=True)
+    assert verdict.layers == {"full, 4 x 24": 4}
+
+
 def test_states_have_room_or_are_refused() -> None:
     model = make_tiny("mamba2")
     verdict = check_model(model, kv_cache_memory="1MiB")
