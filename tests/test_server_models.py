@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 import threading
 import time
@@ -15,7 +14,6 @@ import httpx
 import pytest
 
 from helpers import WAIT_SECONDS, FakeRunner
-from helpers_models import make_model, save_model
 from helpers_server import JSON, answered, events_of, make_scripted_llm, refusal, user
 from paged_backend import LLM, ConfigError, EngineConfig, ModelError
 from paged_backend.server.app import create_app
@@ -267,32 +265,6 @@ async def test_a_busy_models_throughput_is_logged(caplog: pytest.LogCaptureFixtu
         logging.cancel()
     (line,) = caplog.messages
     assert line.startswith("a: Avg prompt throughput: ") and "Running: 0 reqs, Waiting: 0 reqs, KV cache" in line
-
-
-@pytest.mark.slow
-async def test_real_models_answer_alike_after_they_were_unloaded(tmp_path: Any) -> None:
-    settings = ServerSettings()
-    servings = [
-        Serving(
-            settings,
-            model=name,
-            make=functools.partial(
-                LLM, save_model(tmp_path / name, model=make_model(seed=seed)), kv_cache_memory="4MiB"
-            ),
-            num_bytes_needed=lambda: 1,
-        )
-        for seed, name in enumerate("ab")
-    ]
-    models = Models(settings, servings, free_memory=lambda: 1 - sum(serving.is_loaded for serving in servings))
-    transport = httpx.ASGITransport(create_app(models), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60) as client:
-        body = {"prompt": "hello", "temperature": 0, "max_tokens": 20}
-        answers = await asyncio.gather(*(client.post(PATH, json={"model": name, **body}) for name in "abababab"))
-        texts = [text_of(answer) for answer in answers]
-        assert len(set(texts[::2])) == len(set(texts[1::2])) == 1 and texts[0] != texts[1]
-        assert text_of(await client.post(PATH, json={"model": "a", **body})) == texts[0]
-        assert sum(serving.is_loaded for serving in servings) == 1
-    await models.close()
 
 
 def test_what_a_model_needs_is_read_off_its_files(tmp_path: Any) -> None:
