@@ -25,6 +25,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int8-kv": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
 
 

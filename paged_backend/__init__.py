@@ -19,6 +19,8 @@ _MODULE_OF = {
     "AsyncStream": "async_stream",
     "Backend": "backend",
     "BeamSearchParams": "beam_search_params",
+    "ClassificationOutput": "outputs",
+    "ClassificationSupport": "pooling_params",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "EmbeddingOutput": "outputs",
@@ -34,11 +36,13 @@ _MODULE_OF = {
     "KVCells": "engine.kv_map",
     "KVMap": "engine.kv_map",
     "KVRequest": "engine.kv_map",
+    "LoRARequest": "lora",
     "Logprob": "outputs",
     "MissingExtraError": "errors",
     "ModelError": "errors",
     "OverloadedError": "errors",
     "PagedBackendError": "errors",
+    "PairScoreOutput": "outputs",
     "PoolingParams": "pooling_params",
     "RepetitionDetection": "sampling_params",
     "RequestHandle": "handle",
@@ -46,12 +50,15 @@ _MODULE_OF = {
     "RequestOutput": "outputs",
     "RequestOutputKind": "sampling_params",
     "RequestTimeoutError": "errors",
+    "RerankOutput": "outputs",
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
     "SpeculativeConfig": "config",
     "StructuredOutputsParams": "structured_outputs",
     "ToolCall": "outputs",
+    "Verdict": "model.ways",
     "available_memory": "model.kv_cache",
+    "check_model": "checking",
     "demo_folder": "model.demo",
     "unknown_name": "errors",
 }
@@ -61,6 +68,8 @@ __all__ = [
     "AsyncStream",
     "Backend",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationSupport",
     "CompletionOutput",
     "ConfigError",
     "EmbeddingOutput",
@@ -76,11 +85,13 @@ __all__ = [
     "KVCells",
     "KVMap",
     "KVRequest",
+    "LoRARequest",
     "Logprob",
     "MissingExtraError",
     "ModelError",
     "OverloadedError",
     "PagedBackendError",
+    "PairScoreOutput",
     "PoolingParams",
     "RepetitionDetection",
     "RequestHandle",
@@ -88,12 +99,15 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "RequestTimeoutError",
+    "RerankOutput",
     "SamplingParams",
     "ScoreOutput",
     "SpeculativeConfig",
     "StructuredOutputsParams",
     "ToolCall",
+    "Verdict",
     "available_memory",
+    "check_model",
     "demo_folder",
     "unknown_name",
 ]
@@ -102,6 +116,7 @@ if TYPE_CHECKING:
     from paged_backend.async_stream import AsyncStream
     from paged_backend.backend import Backend, EncoderBackend
     from paged_backend.beam_search_params import BeamSearchParams
+    from paged_backend.checking import check_model
     from paged_backend.config import EngineConfig, SpeculativeConfig
     from paged_backend.engine.kv_map import KVCells, KVMap, KVRequest
     from paged_backend.engine.metrics import EngineStats
@@ -119,20 +134,25 @@ if TYPE_CHECKING:
     )
     from paged_backend.handle import RequestHandle
     from paged_backend.llm import LLM
+    from paged_backend.lora import LoRARequest
     from paged_backend.model.demo import demo_folder
     from paged_backend.model.kv_cache import available_memory
+    from paged_backend.model.ways import Verdict
     from paged_backend.outputs import (
+        ClassificationOutput,
         CompletionOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         InvalidToolCall,
         Logprob,
+        PairScoreOutput,
         RequestMetrics,
         RequestOutput,
+        RerankOutput,
         ScoreOutput,
         ToolCall,
     )
-    from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
+    from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport, PoolingParams
     from paged_backend.sampling_params import RepetitionDetection, RequestOutputKind, SamplingParams
     from paged_backend.structured_outputs import StructuredOutputsParams
 

@@ -16,6 +16,7 @@ from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.request_factory import CompileGrammar, Limits, RequestFactory
 from paged_backend.engine.scheduler import Scheduler
 from paged_backend.engine.speculation import Speculator
+from paged_backend.lora import Adapters
 from paged_backend.request_builder import RequestBuilder
 from paged_backend.sampling.grammar import GrammarCompiler
 
@@ -29,20 +30,29 @@ class Facts(NamedTuple):
     limits: Limits
     tokenizer: Tokenizer | None
     default_sampling: dict[str, Any]
+    adapters: Adapters | None = None
 
 
 def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[AnyEngine, Facts]:
     if isinstance(backend, EncoderBackend):
         return _assemble_encoder(backend, config)
+    traits = backend.traits
+    for name, is_wanted in (("prefix caching", config.enable_prefix_caching), ("speculation", config.speculation)):
+        if is_wanted and traits.keeps_state:
+            logger.info("no %s for %s: the KV cache does not hold all that its sequences keep", name, backend.name)
     manager = KVCacheManager(
-        backend.runner.num_blocks, backend.runner.block_size, enable_prefix_caching=config.enable_prefix_caching
+        backend.runner.num_blocks,
+        backend.runner.block_size,
+        enable_prefix_caching=config.enable_prefix_caching and not traits.keeps_state,
+        window=traits.window,
     )
     scheduler = Scheduler(
         manager,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=min(config.max_num_seqs, traits.max_num_seqs or config.max_num_seqs),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=backend.max_model_len,
-        speculator=None if config.speculation is None else Speculator(config.speculation),
+        max_adapters=config.max_loras,
+        speculator=Speculator(config.speculation) if config.speculation and not traits.keeps_state else None,
     )
     processor = OutputProcessor(backend.tokenizer.decoder() if backend.tokenizer else None)
     limits = Limits(
@@ -59,7 +69,7 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
         *(backend.name, manager.pool.num_blocks, manager.block_size, manager.num_slots),
     )
     engine = Engine(backend.runner, backend.sampler, scheduler, processor)
-    return engine, Facts(backend.name, limits, backend.tokenizer, backend.default_sampling)
+    return engine, Facts(backend.name, limits, backend.tokenizer, backend.default_sampling, backend.adapters)
 
 
 def request_builder(facts: Facts, config: EngineConfig) -> RequestBuilder:
@@ -68,6 +78,7 @@ def request_builder(facts: Facts, config: EngineConfig) -> RequestBuilder:
         facts.limits,
         encode_word=facts.tokenizer.encode_word if facts.tokenizer else None,
         compile_grammar=_grammar_compiler(facts.limits, facts.tokenizer),
+        adapters=facts.adapters,
         seed=config.seed,
     )
     return RequestBuilder(
@@ -85,12 +96,16 @@ def _assemble_encoder(backend: EncoderBackend, config: EngineConfig) -> tuple[An
         max_logprobs=config.max_logprobs,
         eos_token_ids=frozenset(),
         embedding=backend.embedding,
+        classification=backend.classification,
         generates=False,
     )
     engine = EncoderEngine(
         backend.runner, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
     )
-    logger.info("%s is ready: vectors of %d components", backend.name, backend.embedding.size)
+    if backend.classification is not None:
+        logger.info("%s is ready: scores for %d labels", backend.name, len(backend.classification.labels))
+    elif backend.embedding is not None:
+        logger.info("%s is ready: vectors of %d components", backend.name, backend.embedding.size)
     return engine, Facts(backend.name, limits, backend.tokenizer, {})
 
 

@@ -10,7 +10,8 @@ from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
 from paged_backend.engine import encoder_engine, engine
 from paged_backend.garbage import no_garbage_collection
-from paged_backend.pooling_params import EmbeddingSupport
+from paged_backend.lora import Adapters
+from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,6 +28,19 @@ class Runner(engine.Runner, Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What a model's way of computing rules out."""
+
+    max_num_seqs: int | None = None
+    """Most sequences that its memory has room for; None: as many as wanted."""
+    window: int | None = None
+    """How many tokens a token looks at in every layer, itself included; None: all of them, in some layer."""
+    keeps_state: bool = False
+    """A sequence has more than its keys and values in pages, so that it can neither go on from another one's pages nor
+    go back."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """A loaded model, ready to run; tests and other model code make their own."""
 
@@ -40,6 +54,9 @@ class Backend:
     """Sampling parameters that the model's authors recommend."""
     embedding: EmbeddingSupport | None = None
     """None: the runner gives no embeddings."""
+    adapters: Adapters | None = None
+    """Where LoRA adapters come from; None: there are none."""
+    traits: Traits = Traits()
 
 
 class EncoderRunner(encoder_engine.EncoderRunner, Protocol):
@@ -50,13 +67,15 @@ class EncoderRunner(encoder_engine.EncoderRunner, Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderBackend:
-    """A loaded encoder: it gives embeddings, and cannot generate."""
+    """A loaded encoder or classifier: it gives embeddings or scores, and cannot generate."""
 
     name: str
     runner: EncoderRunner
     tokenizer: Tokenizer | None
     max_model_len: int
-    embedding: EmbeddingSupport
+    embedding: EmbeddingSupport | None = None
+    classification: ClassificationSupport | None = None
+    """Given for a classifier: its runner's vectors are the numbers of its labels."""
 
 
 @no_garbage_collection()
@@ -67,6 +86,7 @@ def load_backend(
 ) -> Backend | EncoderBackend:
     """Load a transformers model and run it on a paged KV cache; an encoder, which needs none, on padded batches."""
     # Imported here, since torch and transformers take seconds.
+    from paged_backend.model.classifier import ClassifierRunner
     from paged_backend.model.encoder import EncoderRunner
     from paged_backend.model.loader import load
     from paged_backend.model.runner import ModelRunner
@@ -77,13 +97,15 @@ def load_backend(
     chat_tokenizer = (
         None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer, loaded.chat_template, is_callers=is_callers)
     )
-    if loaded.is_encoder:
+    if loaded.is_encoder or loaded.classification is not None:
+        runs = EncoderRunner if loaded.classification is None else ClassifierRunner
         return EncoderBackend(
             name=loaded.name,
-            runner=EncoderRunner(loaded.model, loaded.tokenizer),
+            runner=runs(loaded.model, loaded.tokenizer),
             tokenizer=chat_tokenizer,
             max_model_len=loaded.max_model_len,
             embedding=loaded.embedding,
+            classification=loaded.classification,
         )
     runner = ModelRunner(loaded, config)
     return Backend(
@@ -95,4 +117,10 @@ def load_backend(
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,
         embedding=loaded.embedding,
+        adapters=runner.adapters,
+        traits=Traits(
+            max_num_seqs=runner.verdict.max_num_seqs,
+            keeps_state=runner.verdict.keeps_state,
+            window=runner.verdict.window,
+        ),
     )

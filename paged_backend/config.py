@@ -108,6 +108,14 @@ class EngineConfig:
     """Not available yet; 1."""
     swap_space: float = 0
     """Not available yet; 0: preempted requests are recomputed."""
+    enable_lora: bool = False
+    """Take requests for LoRA adapters (`lora_request`)."""
+    max_loras: int = 8
+    """Most different adapters in one step; requests for more wait."""
+    max_lora_rank: int = 64
+    """Largest rank of an adapter."""
+    max_cpu_loras: int | None = None
+    """Most adapters that are kept loaded, those in use aside; None: `max_loras`."""
     trust_remote_code: bool = False
     """Run Python code that comes with a checkpoint."""
     revision: str | None = None
@@ -141,7 +149,10 @@ class EngineConfig:
         check.integer("max_num_queued_reqs", 1, optional=True)
         check.integer("max_logprobs", -1)
         check.integer("seed", 0, 2**63 - 1, optional=True)
-        check.flag("enable_prefix_caching", "trust_remote_code", "enforce_eager")
+        check.integer("max_loras", 1)
+        check.integer("max_lora_rank", 1)
+        check.integer("max_cpu_loras", self.max_loras, optional=True)
+        check.flag("enable_lora", "enable_prefix_caching", "trust_remote_code", "enforce_eager")
         object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         object.__setattr__(self, "speculative_config", _speculative_config(self.speculative_config))
         if self.quantization not in QUANTIZATIONS:

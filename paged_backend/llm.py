@@ -28,8 +28,18 @@ from paged_backend.engine.outbox import Outbox
 from paged_backend.engine.request import Request
 from paged_backend.errors import EngineDeadError, InvalidRequestError
 from paged_backend.handle import RequestHandle
-from paged_backend.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput, ScoreOutput
+from paged_backend.lora import LoRARequest
+from paged_backend.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PairScoreOutput,
+    RequestOutput,
+    RerankOutput,
+    ScoreOutput,
+)
 from paged_backend.request_builder import Prompt
+from paged_backend.reranking import classified, ranked, vector_of
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.scoring import scores_of
 
@@ -64,8 +74,9 @@ class LLM:
     served.
 
     What all requests may be given: `priority` (lower is served first), `cache_salt` (prefixes are shared only within
-    the same salt) and `timeout` (seconds; RequestTimeoutError when it runs out). Requests that can never be served
-    raise InvalidRequestError, and then nothing of the call was queued.
+    the same salt), `timeout` (seconds; RequestTimeoutError when it runs out) and `lora_request` (a LoRARequest; a list
+    has one, or None, for each prompt). Requests that can never be served raise InvalidRequestError, and then nothing of
+    the call was queued.
     """
 
     _shared: ClassVar[dict[Any, _SharedLLM]] = {}
@@ -294,6 +305,67 @@ class LLM:
         )
         return _embeddings(requests, await self._arun(requests))
 
+    def score_pairs(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], use_tqdm: bool = True, **options: Any
+    ) -> list[PairScoreOutput]:
+        """How well pairs of texts fit; one text is paired with each of a list.
+
+        By a model with a head for it (a cross-encoder, or another sequence classifier with one label), the score is
+        what the head says of both texts together; by all others, the cosine of the angle between their vectors.
+        Options besides those of all requests: `use_activation=False` leaves out the head's sigmoid;
+        `truncate_prompt_tokens` is that of `embed` and, for a head, cuts the longer text of a pair.
+        """
+        scoring = self._builder.pairs(text_1, text_2, **options)
+        self._run(scoring.requests, use_tqdm)
+        return scoring.outputs()
+
+    async def ascore_pairs(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], **options: Any
+    ) -> list[PairScoreOutput]:
+        """`score_pairs` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
+        scoring = await run_off_loop(
+            lambda: self._builder.pairs(text_1, text_2, **options),
+            is_long=_num_characters(text_1) + _num_characters(text_2) > _MANY_CHARACTERS,
+        )
+        await self._arun(scoring.requests)
+        return scoring.outputs()
+
+    def rerank(
+        self, query: str, documents: Sequence[str], top_n: int | None = None, use_tqdm: bool = True, **options: Any
+    ) -> list[RerankOutput]:
+        """The documents by how well they fit the query, best first, `top_n` at most; options as for `score_pairs`."""
+        return ranked(documents, self.score_pairs(query, documents, use_tqdm, **options), top_n)
+
+    async def arerank(
+        self, query: str, documents: Sequence[str], top_n: int | None = None, **options: Any
+    ) -> list[RerankOutput]:
+        """`rerank` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
+        return ranked(documents, await self.ascore_pairs(query, documents, **options), top_n)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        use_activation: bool = True,
+        **options: Any,
+    ) -> list[ClassificationOutput]:
+        """How well each prompt fits each label of a model with a sequence classification head, in order."""
+        requests, support = self._builder.classifications(prompts, **options)
+        self._run(requests, use_tqdm)
+        return [classified(request, support, use_activation=use_activation) for request in requests]
+
+    async def aclassify(
+        self, prompts: Prompt | Sequence[Prompt], *, use_activation: bool = True, **options: Any
+    ) -> list[ClassificationOutput]:
+        """`classify` for event loops: other tasks run meanwhile; cancelling it aborts its requests."""
+        requests, support = await run_off_loop(
+            lambda: self._builder.classifications(prompts, **options),
+            is_long=_num_characters(prompts) > _MANY_CHARACTERS,
+        )
+        await self._arun(requests)
+        return [classified(request, support, use_activation=use_activation) for request in requests]
+
     def get_default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """What the model's generation_config.json recommends (temperature, top_p, top_k, min_p, repetition_penalty,
         max_tokens), with `overrides`, which win, also if they are 0."""
@@ -330,6 +402,19 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes in the KV cache; unfinished requests go on, and share nothing with later ones."""
         self._loop.call(lambda engine: engine.reset_prefix_cache())
+
+    def add_lora(self, lora_request: LoRARequest) -> None:
+        """Load an adapter before it is asked for; raises InvalidRequestError if it cannot be, or does not fit."""
+        self._builder.load_adapter(lora_request)
+
+    def remove_lora(self, lora_name: str) -> bool:
+        """Let go of an adapter's weights, once unfinished requests are through with them; False if there are none.
+        Naming it again loads it again."""
+        return self._builder.remove_adapter(lora_name)
+
+    def list_loras(self) -> list[str]:
+        """The names of the adapters that are loaded, the one that was used last at the end."""
+        return self._builder.adapter_names()
 
     @property
     def is_closed(self) -> bool:
@@ -416,13 +501,11 @@ def _embeddings(requests: list[Request], outputs: list[RequestOutput]) -> list[E
 
 
 def _embedding(request: Request, output: RequestOutput) -> EmbeddingRequestOutput:
-    if request.embedding is None:
-        raise EngineDeadError(f"request {request.request_id} was aborted")
     return EmbeddingRequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
-        outputs=EmbeddingOutput(request.embedding),
+        outputs=EmbeddingOutput(vector_of(request)),
         num_cached_tokens=output.num_cached_tokens,
         metrics=output.metrics,
     )

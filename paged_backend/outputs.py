@@ -161,3 +161,34 @@ class EmbeddingRequestOutput:
     num_cached_tokens: int = 0
     """How many prompt tokens were found in the prefix cache."""
     metrics: RequestMetrics | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PairScoreOutput:
+    """How well two texts fit."""
+
+    score: float
+    num_prompt_tokens: int = 0
+    """Tokens computed for it. A text that several pairs of a call have, and that is computed once, counts with the
+    first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RerankOutput:
+    """A document of `LLM.rerank`."""
+
+    index: int
+    """Where it was in the list."""
+    document: str
+    relevance_score: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """How well a text fits each label of a model."""
+
+    label: str
+    """The one that fits best."""
+    probs: list[float]
+    """Of all labels."""
+    num_prompt_tokens: int = 0

@@ -62,3 +62,12 @@ class EmbeddingSupport:
         if dimensions is not None and dimensions > self.size:
             raise InvalidRequestError(f"dimensions={dimensions} is more than the {self.size} that this model has")
         return params
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ClassificationSupport:
+    """What a model offers that says how well a text, or a pair of texts, fits each of its labels."""
+
+    labels: tuple[str, ...]
+    activation: str = "sigmoid"
+    """What makes scores of the head's numbers: `sigmoid` (each for itself), `softmax` (they add up to 1) or `none`."""

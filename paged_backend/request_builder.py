@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -13,21 +14,26 @@ from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.engine.request import Request
 from paged_backend.engine.request_factory import RequestFactory, RequestOptions
 from paged_backend.errors import InvalidRequestError, unknown_argument
+from paged_backend.lora import LoRARequest
 from paged_backend.markup import constrained, markup_of, reasoning_markup
+from paged_backend.pooling_params import ClassificationSupport, PoolingParams
+from paged_backend.reranking import PairScoring, pairs_of
 from paged_backend.sampling_params import SamplingParams
 from paged_backend.scoring import Pair, Scoring, continuations_of, pair_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or vLLM's `{"prompt": ...}` or `{"prompt_token_ids": ...}`, which may hold a `cache_salt` too."""
 
-_OPTIONS = ("request_id", "priority", "cache_salt", "timeout")
+_OPTIONS = ("request_id", "priority", "cache_salt", "timeout", "lora_request")
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 _NUM_END_TOKENS = 16
 """Enough of a prompt's end to see whether it opens the reasoning."""
 _SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
+_CLASSIFYING = PoolingParams(pooling="cls", normalize=False)
+"""Says that a vector is wanted; which one, the classifier decides."""
 _CHAT_OPTIONS = tuple(field.name for field in dataclasses.fields(ChatOptions))
-_NOT_AVAILABLE_YET = ("lora_request", "prompt_adapter_request")
+_NOT_AVAILABLE_YET = ("prompt_adapter_request",)
 
 
 class _Prompt(NamedTuple):
@@ -144,20 +150,78 @@ class RequestBuilder:
         wish = [SamplingParams(max_tokens=0)] * len(prompts)
         return self._requests(read, wish, options, final_only=True, pooling=params)
 
+    def pairs(
+        self,
+        text_1: Any,
+        text_2: Any,
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        **options: Any,
+    ) -> PairScoring:
+        pairs, support = pairs_of(text_1, text_2), self._factory.classification
+        if support is None:
+            texts = {text: index for index, text in enumerate(dict.fromkeys(itertools.chain(*pairs)))}
+            requests = self.embeddings(list(texts), truncate_prompt_tokens=truncate_prompt_tokens, **options)
+            indices = [(texts[one], texts[other]) for one, other in pairs]
+            return PairScoring(requests, indices, None, use_activation)
+        if len(support.labels) != 1:
+            raise InvalidRequestError(
+                f"a score needs a model with one label, and this one has {len(support.labels)}: "
+                f"{', '.join(support.labels[:4])}; use classify()"
+            )
+        limit = self._limit(truncate_prompt_tokens)
+        read = [self._pair(one, other, limit) for one, other in pairs]
+        requests = self._classifying(read, options)
+        return PairScoring(requests, [(index,) for index in range(len(pairs))], support, use_activation)
+
+    def classifications(
+        self, prompts: Any, *, truncate_prompt_tokens: int | None = None, **options: Any
+    ) -> tuple[list[Request], ClassificationSupport]:
+        support = self._factory.classification
+        if support is None:
+            raise InvalidRequestError("this model has no head that classifies; use generate(), chat() or embed()")
+        prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        read = [self._truncated(self._read(prompt), truncate_prompt_tokens) for prompt in prompts]
+        return self._classifying(read, options), support
+
+    def _pair(self, first: str, second: str, limit: int | None) -> _Prompt:
+        token_ids, token_type_ids = self.tokenizer.encode_pair(first, second, limit)
+        return _Prompt(token_ids, {"prompt": f"{first}\n{second}", "token_type_ids": token_type_ids})
+
+    def _classifying(self, prompts: list[_Prompt], options: dict[str, Any]) -> list[Request]:
+        wish = [SamplingParams(max_tokens=0)] * len(prompts)
+        return self._requests(prompts, wish, options, final_only=True, pooling=_CLASSIFYING)
+
+    def load_adapter(self, wanted: LoRARequest) -> None:
+        self._factory.adapters.get(wanted)
+
+    def remove_adapter(self, name: str) -> bool:
+        return self._factory.adapters.remove(name)
+
+    def adapter_names(self) -> list[str]:
+        return self._factory.adapters.names()
+
     def _truncated(self, prompt: _Prompt, limit: int | None) -> _Prompt:
         """The prompt cut to `limit` tokens; what the tokenizer puts after a text stays behind it."""
+        limit = self._limit(limit)
         if limit is None:
             return prompt
-        if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens={limit!r} must be an integer ≥ 1, or -1 for as many as the model takes"
-            )
-        limit = self._factory.max_prompt_tokens if limit == -1 else limit
         num_final = 0 if prompt.options.get("prompt") is None else self.tokenizer.num_final_special_tokens
         if len(prompt.token_ids) <= limit or limit <= num_final:
             return prompt._replace(token_ids=prompt.token_ids[:limit])
         end = prompt.token_ids[len(prompt.token_ids) - num_final :]
         return prompt._replace(token_ids=prompt.token_ids[: limit - num_final] + end)
+
+    def _limit(self, limit: int | None) -> int | None:
+        """What `truncate_prompt_tokens` says; None: nothing is cut."""
+        if limit is None:
+            return None
+        if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens={limit!r} must be an integer ≥ 1, or -1 for as many as the model takes"
+            )
+        return self._factory.max_prompt_tokens if limit == -1 else limit
 
     def _marked(self, prompt: _Prompt, params: SamplingParams) -> _Prompt:
         """With what limits its reasoning, if that is asked for."""
@@ -201,15 +265,20 @@ def _options_of_each(
     _check_names(options)
     if options.get("request_id") is not None and len(prompts) > 1:
         raise InvalidRequestError(f"request_id={options['request_id']!r} names one request, not {len(prompts)}")
-    priority = options.pop("priority", 0)
-    priorities = list(priority) if isinstance(priority, (list, tuple)) else [priority] * len(prompts)
-    if len(priorities) != len(prompts):
-        raise InvalidRequestError(f"{len(priorities)} priorities for {len(prompts)} prompts; give one, or one for each")
+    priorities = _one_for_each(options.pop("priority", 0), "priorities", len(prompts))
+    adapters = _one_for_each(options.pop("lora_request", None), "lora_requests", len(prompts))
     own = [{name: value for name, value in prompt.options.items() if value is not None} for prompt in prompts]
     return [
-        RequestOptions(**{"priority": rank, **options, **of_all, **its_own})
-        for rank, its_own in zip(priorities, own, strict=True)
+        RequestOptions(**{"priority": rank, "lora_request": adapter, **options, **of_all, **its_own})
+        for rank, adapter, its_own in zip(priorities, adapters, own, strict=True)
     ]
+
+
+def _one_for_each(value: Any, plural: str, num_prompts: int) -> list[Any]:
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * num_prompts
+    if len(values) != num_prompts:
+        raise InvalidRequestError(f"{len(values)} {plural} for {num_prompts} prompts; give one, or one for each")
+    return values
 
 
 def _check_names(options: dict[str, Any]) -> None:

@@ -191,3 +191,36 @@ def test_freeing_twice_changes_nothing() -> None:
     manager.free(sequence)
 
     assert manager.pool.num_free == 4
+
+
+# --- windows ---
+
+
+def test_blocks_behind_the_window_are_free_again_and_the_rest_is_given_back_once() -> None:
+    manager = KVCacheManager(10, 4, window=6)
+    sequence = computed(manager, range(17))
+    assert manager.pool.num_free == 5
+    # The next token, at position 17, looks back to position 12: three blocks are behind that.
+    assert manager.allocate_slots(sequence, 1) == []
+    assert manager.pool.num_free == 8
+    manager.free(sequence)
+    assert manager.pool.num_free == 10
+
+
+def test_a_fork_holds_what_its_parent_still_holds() -> None:
+    manager = KVCacheManager(10, 4, window=6)
+    parent = computed(manager, range(17))
+    manager.allocate_slots(parent, 1)
+    child = make_request([1]).sequences[0]
+    manager.fork(parent, child)
+    manager.free(parent)
+    assert manager.pool.num_used == 2
+    manager.free(child)
+    assert manager.pool.num_used == 0
+
+
+def test_a_dropped_block_is_found_as_long_as_nobody_has_taken_it() -> None:
+    manager = KVCacheManager(10, 4, window=6)
+    sequence = computed(manager, range(17))
+    manager.allocate_slots(sequence, 1)
+    assert num_found(manager, range(17)) == 16

@@ -47,7 +47,7 @@ def is_of_same_framework(adapter: str, other: str) -> bool:
 SHARED = tuple(
     f"paged_backend.{name}"
     for name in (
-        *("beam_search_params", "config", "errors", "fields", "logits_processors", "outputs", "pooling_params"),
+        *("beam_search_params", "config", "errors", "fields", "logits_processors", "lora", "outputs", "pooling_params"),
         *("sampling_params", "structured_outputs"),
     )
 )

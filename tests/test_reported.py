@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from langchain_core.caches import InMemoryCache
+from transformers import AutoModelForCausalLM
 
 from helpers import (
     WAIT_SECONDS,
@@ -25,7 +27,7 @@ from helpers import (
     text_decoder,
     wait_until,
 )
-from helpers_models import make_model, make_tokenizer, save_model
+from helpers_models import MAX_POSITIONS, make_model, make_tokenizer, save_model
 from langchain_paged import ChatPaged
 from paged_backend import (
     LLM,
@@ -151,10 +153,19 @@ def test_a_batch_mate_cannot_choose_the_frequencies_of_longrope(tmp_path: Path) 
     factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
     folder = save_model(tmp_path, config={"rope_parameters": rope})
+    long, short = list(range(3, 90)), list(range(90, 110))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(folder, kv_cache_memory="4MiB") as llm:
         assert llm.max_model_len == 64
-    with pytest.raises(ConfigError, match="64"):
-        LLM(folder, kv_cache_memory="4MiB", max_model_len=65)
+    with LLM(folder, kv_cache_memory="4MiB", max_model_len=128) as llm:
+        alone = [llm.generate([prompt], params)[0].outputs[0].token_ids for prompt in (long, short)]
+        together = [output.outputs[0].token_ids for output in llm.generate([long, short], params)]
+    assert together == alone
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    right = model.generate(torch.tensor([long]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert together[0] == right[0, len(long) :].tolist()
+    with pytest.raises(ConfigError, match=str(MAX_POSITIONS)):
+        LLM(folder, kv_cache_memory="4MiB", max_model_len=MAX_POSITIONS + 1)
 
 
 @pytest.mark.parametrize("settings", [{"max_model_len": 2}, {"block_size": 1, "num_gpu_blocks_override": 2}])

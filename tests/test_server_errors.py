@@ -192,7 +192,8 @@ async def test_a_request_that_takes_too_long_is_a_504(stream: bool) -> None:
     release = asyncio.Event()
     loop = asyncio.get_running_loop()
     server.runner.on_step = lambda output: asyncio.run_coroutine_threadsafe(release.wait(), loop).result(10)
-    waiting = asyncio.create_task(server.post("/v1/completions", prompt="a", stream=stream))
+    long = "a" * 200  # of more than one step, so that there is no token yet when its time is over
+    waiting = asyncio.create_task(server.post("/v1/completions", prompt=long, stream=stream))
     await asyncio.sleep(0.1)
     release.set()
     assert refusal(await waiting, 504)["code"] == "request_timeout"

@@ -17,7 +17,7 @@ from paged_backend import LLM, InvalidRequestError, RequestOutput, SamplingParam
 
 _OF_A_CALL = ("tools", "tool_choice", "response_format", "strict")
 _TEMPLATE_OPTIONS = ("chat_template", "chat_template_kwargs", "continue_final_message")
-_OPTIONS = (*_TEMPLATE_OPTIONS, "timeout", "priority", "cache_salt")
+_OPTIONS = (*_TEMPLATE_OPTIONS, "timeout", "priority", "cache_salt", "lora_request")
 _NOT_SAMPLING = (*_OPTIONS, "logprobs", "top_logprobs", "stream_usage", "parallel_tool_calls")
 
 

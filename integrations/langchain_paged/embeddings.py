@@ -57,6 +57,8 @@ class PagedEmbeddings(EngineUser, Embeddings):
     """Cut longer texts to so many tokens, -1: to the model's limit. None: they are refused."""
     timeout: float | None = None
     """Seconds until a call is given up with a TimeoutError."""
+    lora_request: Any = None
+    """The LoRA adapter that computes the vectors: a `paged_backend.LoRARequest`."""
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
@@ -83,7 +85,7 @@ class PagedEmbeddings(EngineUser, Embeddings):
 
     @property
     def _options(self) -> dict[str, Any]:
-        names = ("pooling", "normalize", "dimensions", "truncate_prompt_tokens", "timeout")
+        names = ("pooling", "normalize", "dimensions", "truncate_prompt_tokens", "timeout", "lora_request")
         return {name: getattr(self, name) for name in names}
 
     def _embed(self, texts: list[str]) -> list[list[float]]:

@@ -65,6 +65,8 @@ class RequestSettings(BaseModel):
     """Lower is served first; None is 0."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    lora_request: Any = None
+    """The LoRA adapter that answers: a `paged_backend.LoRARequest`. The engine needs `enable_lora=True`."""
 
 
 class ChatSettings(RequestSettings):

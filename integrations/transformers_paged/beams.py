@@ -40,7 +40,7 @@ def beam_search_params(model: PreTrainedModel, call: Call) -> BeamSearchParams:
 def search(llm: LLM, call: Call, params: BeamSearchParams) -> Tensor:
     """Ids [rows, L + T]"""
     prompts = [{"prompt_token_ids": call.token_ids(prompt)} for prompt in range(call.prompts.shape[0])]
-    outputs = llm.beam_search(prompts, params, use_tqdm=False)
+    outputs = llm.beam_search(prompts, params, use_tqdm=False, lora_request=call.lora_request)
     beams = [beam.token_ids for output in outputs for beam in output.outputs]
     if len(beams) < call.num_rows:
         raise HandedOver("the constraints leave fewer outputs than num_return_sequences")

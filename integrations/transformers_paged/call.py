@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from paged_backend import LoRARequest
 from transformers_paged.fields import handed_over
 
 _MODEL_INPUTS = ("input_ids", "attention_mask")
@@ -63,6 +64,7 @@ class Call:
     logits_processor: Sequence[Any]
     prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None
     streamer: Any
+    lora_request: LoRARequest | None
 
     @property
     def num_rows(self) -> int:
@@ -102,6 +104,7 @@ def understand(model: PreTrainedModel, arguments: Arguments) -> Call:
     kwargs = {**arguments.kwargs}
     tokenizer = kwargs.pop("tokenizer", None)
     kwargs.pop("trust_remote_code", None)
+    lora_request = kwargs.pop("lora_request", None)
     is_default = {
         name: all(value is None for value in (kwargs.get(name), getattr(arguments.generation_config, name, None)))
         and getattr(model.generation_config, name) is None
@@ -131,6 +134,7 @@ def understand(model: PreTrainedModel, arguments: Arguments) -> Call:
         logits_processor=tuple(arguments.logits_processor or ()),
         prefix_allowed_tokens_fn=arguments.prefix_allowed_tokens_fn,
         streamer=arguments.streamer,
+        lora_request=lora_request,
     )
 
 

@@ -58,7 +58,7 @@ def decode(llm: LLM, call: Call, params: Sequence[SamplingParams], rows: Sequenc
         for row, one in enumerate(params):
             prompt = {"prompt_token_ids": call.token_ids(call.prompt_of(row))}
             interval = 1 if step_by_step else call.max_new_tokens  # no news before the end
-            handles.append(llm.submit(prompt, one.replace(stream_interval=interval)))
+            handles.append(llm.submit(prompt, one.replace(stream_interval=interval), lora_request=call.lora_request))
         if (in_flight := InFlight.current.get()) is not None:
             in_flight.add(handles)
         if step_by_step:

@@ -1,8 +1,8 @@
 """What a language model computes with a paged cache of keys and values, and around it.
 
-Attention: `store_kv` and `paged_attention`. Matrix products: `linear`, and `packed_linear` for what `pack` makes of
-weights. Between them: `add_rms_norm`, `rotary` and `silu_and_mul`. After them: `mask_logits`, `draw`
-and `best_logits`.
+Attention: `store_kv` and `paged_attention`. Matrix products: `linear`, `packed_linear` for what `pack` makes of
+weights, and `add_low_rank` for adapters. Between them: `add_rms_norm`, `rotary` and `silu_and_mul`. After them:
+`mask_logits`, `draw` and `best_logits`.
 
 `reference` defines what they compute. Called from here they run the implementation for the tensors' device. The first
 call for a dtype on a CPU compiles, once per machine: the result is kept on disk. Call them from one thread at a time.
@@ -20,6 +20,7 @@ from paged_kernels.packing import PackedWeight, pack
 
 __all__ = [
     "PackedWeight",
+    "add_low_rank",
     "add_rms_norm",
     "best_logits",
     "draw",
@@ -55,6 +56,7 @@ def _by_device(definition: Callable[_Parameters, _Result], cpu_module: str) -> C
     return run
 
 
+add_low_rank = _by_device(reference.add_low_rank, "low_rank")
 add_rms_norm = _by_device(reference.add_rms_norm, "fused")
 best_logits = _by_device(reference.best_logits, "sampling")
 draw = _by_device(reference.draw, "sampling")

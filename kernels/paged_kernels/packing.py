@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -142,7 +143,7 @@ def _hadamard(size: int) -> Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / size**0.5
+    return matrix / math.sqrt(size)
 
 
 def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,12 @@ Dv size of a value head, E size of a hidden state, I size of one inside an MLP.
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from paged_kernels.adapters import LowRankAdapters, RowIndex
 from paged_kernels.packing import PackedWeight, quantize_rows
 
 
@@ -133,6 +135,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     y = x.float() @ weight.float().T
     return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def add_low_rank(out: Tensor, x: Tensor, adapters: LowRankAdapters, rows: RowIndex) -> None:
+    """Add to the rows of `out`, each with the pieces of its own adapter, `x @ shrink.T @ expand`.
+
+    Products and sums are float32's whatever the types, and rounded once, to the type of `out`; where many rows are
+    multiplied together, the low-rank product may be rounded too.
+
+    Args:
+        out: [M, N], changed in place; its rows may be further apart than they are long.
+        x: [M, K]
+        adapters: at least one of which has a piece.
+        rows: of length M.
+    """
+    for number, pieces in enumerate(adapters.pieces):
+        chosen = torch.from_numpy(np.flatnonzero(rows.index == number)).to(x.device)
+        for first, shrink, expand in pieces:
+            columns = out[:, first : first + expand.shape[1]]
+            added = (x[chosen].float() @ shrink.float().T) @ expand.float()
+            columns[chosen] = (columns[chosen].float() + added).to(out.dtype)
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:

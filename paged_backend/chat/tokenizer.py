@@ -68,6 +68,15 @@ class Tokenizer:
             return token_ids[1:]
         return token_ids
 
+    def encode_pair(self, first: str, second: str, limit: int | None) -> tuple[list[int], list[int] | None]:
+        """Two texts as one prompt, and which of them each token is of, if the tokenizer tells. The longer one is cut if
+        they are more than `limit` tokens together."""
+        for text in (first, second):
+            self.encode(text, add_special_tokens=False)  # raises for what is no Unicode
+        cut = {} if limit is None else {"truncation": "longest_first", "max_length": limit}
+        encoded = self._tokenizer(first, second, verbose=False, **cut)
+        return encoded["input_ids"], encoded.get("token_type_ids")
+
     def min_num_tokens(self, text: str) -> int:
         """At least so many tokens a text has, known without tokenising it; 0 if nothing is known."""
         return -(-len(text) // self._longest_token) if self._longest_token else 0

@@ -9,6 +9,7 @@ import typer
 import paged_backend
 from paged_backend.cli.bench import bench
 from paged_backend.cli.chat import chat
+from paged_backend.cli.check import check
 from paged_backend.cli.demo import demo
 from paged_backend.cli.generate import generate
 from paged_backend.cli.options import ManyValuesCommand
@@ -27,6 +28,7 @@ app.command(cls=ManyValuesCommand)(serve)
 app.command()(chat)
 app.command()(generate)
 app.command("run-batch")(run_batch)
+app.command()(check)
 app.command()(bench)
 app.command()(demo)
 

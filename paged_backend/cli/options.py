@@ -66,6 +66,10 @@ ENGINE_OPTIONS: Mapping[str, _Option] = {
     "speculative_config": _Option(
         dict, 'Guess coming tokens and check them at once, as \'{"method": "ngram"}\'.', parser=_mapping
     ),
+    "enable_lora": _Option(bool, "Take requests for LoRA adapters.", ("--enable-lora/--no-enable-lora",)),
+    "max_loras": _Option(int, "Most different LoRA adapters in one step."),
+    "max_lora_rank": _Option(int, "Largest rank of a LoRA adapter."),
+    "max_cpu_loras": _Option(int, "Most LoRA adapters that are kept loaded."),
     "seed": _Option(int, "Where requests without a seed draw theirs from."),
     "trust_remote_code": _Option(
         bool, "Run Python code that comes with a checkpoint.", ("--trust-remote-code/--no-trust-remote-code",)

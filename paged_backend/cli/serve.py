@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +39,13 @@ def serve(
     model_idle_timeout: Annotated[
         float | None, typer.Option(help="Seconds without a request after which a model is unloaded.")
     ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(help="A LoRA adapter, name=path, that requests call by its name; may be repeated."),
+    ] = None,
+    allow_lora_updating: Annotated[
+        bool, typer.Option("--allow-lora-updating", help="Let clients load and unload adapters.")
+    ] = False,
     api_key: Annotated[list[str] | None, typer.Option(help="A key that requests need; may be repeated.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="A file with such keys, one a line.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="/metrics without a key, on a port of its own.")] = None,
@@ -75,6 +84,8 @@ def serve(
         port=port,
         uds=uds,
         served_model_names=tuple(served_model_name or ()),
+        lora_modules=_lora_modules(lora_modules or ()),
+        allow_lora_updating=allow_lora_updating,
         model_idle_timeout=model_idle_timeout,
         api_keys=(*(api_key or ()), *_keys_of(api_key_file)),
         metrics_port=metrics_port,
@@ -96,6 +107,10 @@ def serve(
 def _servings(settings: ServerSettings, models: list[str], engine: dict[str, Any]) -> list[Serving]:
     """Of each model one, under names of its own. A bad option ends the command before anything listens."""
     tokenizer = engine.pop("tokenizer", None)
+    if settings.lora_modules or settings.allow_lora_updating:
+        if len(models) > 1:
+            raise ConfigError(f"{len(models)} models cannot be served with lora_modules; serve one")
+        engine = {"enable_lora": True} | engine
     config = EngineConfig(**engine)
     names = settings.served_model_names or tuple(models)
     if len(models) == 1:
@@ -116,6 +131,28 @@ def _servings(settings: ServerSettings, models: list[str], engine: dict[str, Any
         )
         for model, its_names in zip(models, names_of_each, strict=True)
     ]
+
+
+def _lora_modules(given: Iterable[str]) -> dict[str, str]:
+    """Of `name=path`, or of vLLM's `{"name": ..., "path": ...}`."""
+    modules: dict[str, str] = {}
+    for text in given:
+        name, path = _name_and_path(text)
+        if not name or not path or name in modules:
+            raise ConfigError(f"lora_modules={text!r} must be name=path, with another name for each adapter")
+        modules[name] = path
+    return modules
+
+
+def _name_and_path(text: str) -> tuple[str, str]:
+    if not text.startswith("{"):
+        name, _, path = text.partition("=")
+        return name, path
+    try:
+        content = json.loads(text)
+        return str(content["name"]), str(content["path"])
+    except (ValueError, KeyError):
+        raise ConfigError(f'lora_modules={text!r} must have "name" and "path"') from None
 
 
 def _keys_of(path: Path | None) -> list[str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 BlockKey = tuple[object, tuple[int, ...]]
 """(what comes before the block, the block's own tokens). What comes before is the prefix id of the block before it or,
-for the first block, whatever separates prompts that must not share (the cache salt).
+for the first block, whatever separates prompts that must not share (the cache salt, the LoRA adapter).
 
 The dictionary compares whole keys, and a prefix id is never given twice. So, unlike a chain of hashes, two different
 prompts can never meet in one key, whatever Python's `hash` does."""

@@ -28,10 +28,16 @@ class KVCacheManager:
     sequence whose next slot lies in a shared block gets a copy of it first. Only full blocks are published, as soon as
     a step is scheduled to fill them, so that requests that arrive together share them; if that step fails,
     `unpublish_step` takes them back.
+
+    With a `window`, a token looks at that many only, itself included, in every layer. Blocks behind the windows of all
+    tokens to come are given back; the table keeps their ids, which nobody reads.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, window: int | None = None
+    ) -> None:
         self.block_size = block_size
+        self._window = window
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
         self.num_queried_tokens = 0
@@ -76,10 +82,12 @@ class KVCacheManager:
         return True
 
     def allocate_slots(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
-        """Room for the next `num_tokens` tokens of a running sequence; None, and nothing changed, if there is none.
+        """Room for the next `num_tokens` tokens of a running sequence; None, and nothing taken, if there is none.
 
         Returns the copy (if any) that must be made before they are written.
         """
+        if self._window is not None:
+            self._drop_blocks_behind(sequence, sequence.num_computed_tokens - self._window + 1)
         first, table = sequence.num_computed_tokens, sequence.block_table
         end = first + num_tokens
         num_new = -(-end // self.block_size) - len(table)
@@ -137,18 +145,28 @@ class KVCacheManager:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares all of the parent's blocks; whoever writes to a shared one first gets a copy."""
-        for block in parent.block_table:
+        for block in parent.held_blocks:
             self.pool.share(block)
         child.block_table = parent.block_table[:]
+        child.num_dropped_blocks = parent.num_dropped_blocks
         parent.block_end = child.block_end = 0
+        child.model_state = None if parent.model_state is None else parent.model_state.copy()
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_published_blocks, child.prefix_id = parent.num_published_blocks, parent.prefix_id
 
     def free(self, sequence: Sequence) -> None:
         """Take the sequence's blocks; last block first, so that the start of a shared prefix outlives its end."""
-        self.pool.release(reversed(sequence.block_table))
+        self.pool.release(reversed(sequence.held_blocks))
         sequence.block_table = array("i")
-        sequence.num_computed_tokens = sequence.num_published_blocks = sequence.block_end = 0
+        sequence.model_state = None
+        sequence.num_computed_tokens = sequence.num_published_blocks = 0
+        sequence.num_dropped_blocks = sequence.block_end = 0
+
+    def _drop_blocks_behind(self, sequence: Sequence, position: int) -> None:
+        """Nobody will look at the sequence's tokens before this position."""
+        end = max(sequence.num_dropped_blocks, position // self.block_size)
+        self.pool.release(reversed(sequence.block_table[sequence.num_dropped_blocks : end]))
+        sequence.num_dropped_blocks = end
 
     def num_unused_slots(self, sequences: Iterable[Sequence]) -> int:
         """Slots of these sequences' blocks that hold nothing: what paging wastes. A block that samples share counts
@@ -190,4 +208,4 @@ class KVCacheManager:
     def _key(self, sequence: Sequence, index: int, prefix_id: int | None) -> BlockKey:
         """The key of the block at `index`; `prefix_id` stands for what is before it, None at the start."""
         tokens = tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
-        return ((sequence.request.cache_salt,) if index == 0 else prefix_id, tokens)
+        return (sequence.request.prefix_salt if index == 0 else prefix_id, tokens)

@@ -105,8 +105,8 @@ def _held_blocks(scheduler: Scheduler, num_touched: int) -> tuple[list[int], lis
     owners, num_filled_slots = [NOBODY] * num_touched, [0] * num_touched
     for sequence in scheduler.running:
         _, number, _ = sequence.order
-        num_left = sequence.num_computed_tokens
-        for block in sequence.block_table:
+        num_left = sequence.num_computed_tokens - sequence.num_dropped_blocks * block_size
+        for block in sequence.held_blocks:
             if owners[block] == NOBODY:
                 owners[block] = number
             num_filled_slots[block] = max(num_filled_slots[block], min(num_left, block_size))
@@ -142,6 +142,6 @@ def _request(request: Request) -> KVRequest:
         num_prompt_tokens=len(request.prompt_token_ids),
         num_cached_tokens=request.sequences[0].num_cached_tokens,
         num_output_tokens=sum(sequence.num_output_tokens for sequence in begun),
-        num_blocks=len({block for sequence in begun for block in sequence.block_table}),
+        num_blocks=len({block for sequence in begun for block in sequence.held_blocks}),
         num_sequences=len(begun),
     )

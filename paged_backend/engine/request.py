@@ -89,6 +89,8 @@ class Request:
     """Lower is served first."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    adapter: Any = None
+    """The LoRA adapter that computes it, with an `adapter_id`; the runner's. None: the model as it is."""
     deadline: float | None = None
     """In seconds of `time.monotonic()`."""
     final_only: bool = False
@@ -101,6 +103,8 @@ class Request:
     pooling: PoolingParams | None = None
     """Given for a request that wants a vector of its prompt, and no tokens."""
     embedding: list[float] | None = None
+    token_type_ids: list[int] | None = None
+    """Which text of a pair each token of the prompt is of, for models that are told."""
     metrics: RequestMetrics = dataclasses.field(default_factory=lambda: RequestMetrics(time.monotonic()))
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
@@ -123,6 +127,11 @@ class Request:
         self.sequences = [Sequence(self, index) for index in range(num_sequences)]
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * self.prompt_logprobs_start
+
+    @property
+    def prefix_salt(self) -> tuple[object, ...]:
+        """Requests share cached prefixes only with requests that have the same."""
+        return (self.cache_salt, None if self.adapter is None else self.adapter.adapter_id)
 
     @property
     def num_outputs(self) -> int:
@@ -165,8 +174,10 @@ class Sequence:
         "finish_reason",
         "hypothesis",
         "index",
+        "model_state",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_dropped_blocks",
         "num_prompt_tokens",
         "num_published_blocks",
         "order",
@@ -192,6 +203,8 @@ class Sequence:
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first admitted."""
         self.block_table = array("i")
+        self.num_dropped_blocks = 0
+        """The first ones in the table that it does not hold any more, since nothing will look at them again."""
         self.block_end = 0
         """While its tokens end before this position, they go into a block of its own, and do not fill it: they need
         nothing of the KV-cache manager, who says so. 0: ask."""
@@ -212,6 +225,9 @@ class Sequence:
         """What beam search found this finished output to be."""
         self.output: Any = None
         """The output processor's: the text so far."""
+        self.model_state: Any = None
+        """The runner's: what the model keeps of the computed tokens besides keys and values in pages, if anything; a
+        fork gets what its `copy()` returns."""
         self.pooling_state: Any = None
         """The runner's: what it has of the embedding so far."""
         self.sampling_state: Any = None
@@ -231,6 +247,11 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def held_blocks(self) -> array[int]:
+        """Its blocks, without those that it has given back already."""
+        return self.block_table[self.num_dropped_blocks :]
 
     @property
     def is_parked(self) -> bool:

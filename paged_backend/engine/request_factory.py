@@ -14,7 +14,8 @@ from paged_backend.beam_search_params import BeamSearchParams
 from paged_backend.engine.request import NO_MARKUP, Markup, Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import is_finite
-from paged_backend.pooling_params import EmbeddingSupport, PoolingParams
+from paged_backend.lora import Adapter, Adapters, LoRARequest
+from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport, PoolingParams
 from paged_backend.sampling_params import RequestOutputKind, SamplingParams
 from paged_backend.structured_outputs import StructuredOutputsParams
 
@@ -37,8 +38,10 @@ class Limits:
     eos_token_ids: frozenset[int]
     embedding: EmbeddingSupport | None = None
     """None: the model gives no vectors."""
+    classification: ClassificationSupport | None = None
+    """Given for models with a head that classifies, which give nothing else."""
     generates: bool = True
-    """False for encoders, which give nothing else."""
+    """False for encoders and classifiers."""
 
     @property
     def max_len(self) -> int:
@@ -61,10 +64,14 @@ class RequestOptions:
     beam_params: BeamSearchParams | None = None
     prompt_logprobs_start: int = 1
     pooling: PoolingParams | None = None
+    lora_request: LoRARequest | None = None
+    token_type_ids: list[int] | None = None
 
 
 _PASSED_ON = tuple(
-    field.name for field in dataclasses.fields(RequestOptions) if field.name not in ("request_id", "timeout")
+    field.name
+    for field in dataclasses.fields(RequestOptions)
+    if field.name not in ("request_id", "timeout", "lora_request")
 )
 
 
@@ -77,11 +84,13 @@ class RequestFactory:
         *,
         encode_word: EncodeWord | None,
         compile_grammar: CompileGrammar | None,
+        adapters: Adapters | None = None,
         seed: int | None,
     ) -> None:
         self._limits = limits
         self._encode_word = encode_word
         self._compile_grammar = compile_grammar
+        self._adapters = adapters
         self._seeds = random.Random(seed)
         self._lock = threading.Lock()
 
@@ -90,13 +99,32 @@ class RequestFactory:
         """Of a request that wants a vector."""
         return self._limits.max_len
 
+    @property
+    def adapters(self) -> Adapters:
+        """Raises InvalidRequestError if there are none."""
+        if self._adapters is None:
+            raise InvalidRequestError(
+                "LoRA adapters need an engine that was made with enable_lora=True, and a model that generates"
+            )
+        return self._adapters
+
+    @property
+    def classification(self) -> ClassificationSupport | None:
+        """What the model says of texts, if it has a head for that."""
+        return self._limits.classification
+
     def check_generates(self) -> None:
         """Raises InvalidRequestError if the model gives embeddings only."""
         if not self._limits.generates:
-            raise InvalidRequestError("this model is an encoder, which cannot generate text; use embed()")
+            way_out = "embed()" if self._limits.classification is None else "score_pairs(), rerank() or classify()"
+            raise InvalidRequestError(f"this model is an encoder, which cannot generate text; use {way_out}")
 
     def pooling_params(self, pooling: str | None, normalize: bool | None, dimensions: int | None) -> PoolingParams:
         """What was asked for, with the model's own choices for None; raises InvalidRequestError."""
+        if self._limits.classification is not None:
+            raise InvalidRequestError(
+                "this model gives scores and no vectors; use score_pairs(), rerank() or classify()"
+            )
         if self._limits.embedding is None:
             raise InvalidRequestError("this engine's runner gives no embeddings")
         return self._limits.embedding.params(pooling, normalize, dimensions)
@@ -123,6 +151,7 @@ class RequestFactory:
             self._check_beams(len(prompt_token_ids), max_tokens, options.beam_params.beam_width)
         _check_thinking_budget(params, options.markup)
         self._grammar(params, options.markup)
+        self._adapter(options.lora_request)
         _check_options(options)
 
     def make(self, prompt_token_ids: list[int], params: SamplingParams, options: RequestOptions) -> Request:
@@ -136,6 +165,7 @@ class RequestFactory:
             eos_token_ids=self._limits.eos_token_ids,
             bad_words_token_ids=self._bad_words(params),
             grammar=self._grammar(params, options.markup),
+            adapter=self._adapter(options.lora_request),
             **{name: getattr(options, name) for name in _PASSED_ON},
         )
         if options.timeout is not None:
@@ -223,6 +253,14 @@ class RequestFactory:
         if self._compile_grammar is None:
             raise InvalidRequestError("structured_outputs needs a tokenizer, and this engine has none")
         return self._compile_grammar(params.structured_outputs, markup.reasoning_grammar)
+
+    def _adapter(self, wanted: LoRARequest | None) -> Adapter | None:
+        """Loaded here, in the caller's thread; it is kept for the next time."""
+        if wanted is None:
+            return None
+        if not isinstance(wanted, LoRARequest):
+            raise InvalidRequestError(f"lora_request={wanted!r} must be a LoRARequest")
+        return self.adapters.get(wanted)
 
 
 def _check_thinking_budget(params: SamplingParams, markup: Markup) -> None:

@@ -78,11 +78,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        max_adapters: int | None = None,
         speculator: Speculator | None = None,
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_adapters = max_adapters
+        """Most different LoRA adapters in one step."""
         self.max_len = min(max_model_len, kv_cache_manager.num_slots)
         """Most tokens of one sequence: the model's limit, or what the whole cache holds."""
         self.waiting: list[Sequence] = []
@@ -149,7 +152,7 @@ class Scheduler:
         while self.waiting and self._has_place():
             budget = self.max_num_batched_tokens - output.num_tokens
             sequence = self.waiting[0]
-            if budget == 0 or not self.kv_cache_manager.admit(sequence):
+            if budget == 0 or not self._adapter_fits(sequence) or not self.kv_cache_manager.admit(sequence):
                 return
             del self.waiting[0]
             self._admitted(sequence)
@@ -163,6 +166,14 @@ class Scheduler:
         if len(self.running) < self.max_num_seqs:
             return True
         return sum(not sequence.is_parked for sequence in self.running) < self.max_num_seqs
+
+    def _adapter_fits(self, sequence: Sequence) -> bool:
+        """Whether those who run leave room for its adapter. If not, who is behind it waits too, so that it gets one."""
+        adapter = sequence.request.adapter
+        if adapter is None or self.max_adapters is None:
+            return True
+        running = {one.request.adapter.adapter_id for one in self.running if one.request.adapter is not None}
+        return adapter.adapter_id in running or len(running) < self.max_adapters
 
     def _schedule_drafts(self, output: SchedulerOutput, speculator: Speculator) -> None:
         """Let sequences that compute just their newest token compute guesses at the next ones with it."""

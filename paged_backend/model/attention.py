@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 import paged_kernels
 from paged_backend.errors import ModelError
+from paged_backend.model.latents import LatentShape, latent_shape
 from paged_kernels import reference
 
 if TYPE_CHECKING:
@@ -34,6 +35,14 @@ class LayerSpec(NamedTuple):
     chunk: int | None
     """Chunked attention: tokens see their own chunk of this many only."""
     softcap: float | None
+    source: int | None = None
+    """The layer whose keys and values this one attends to as well, so that it has none of its own."""
+    latent: LatentShape | None = None
+    """Keys and values are kept as latents: one head, keys of which the values are the first part."""
+
+    @property
+    def is_stored(self) -> bool:
+        return self.source is None
 
     def kernel_options(self, sinks: Tensor | None) -> dict[str, Any]:
         return {
@@ -63,7 +72,11 @@ class AttentionLayers(Protocol):
     """What an attention layer calls, once per layer in the order the model runs them."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """query [1, H, T, D], key [1, K, T, D], value [1, K, T, Dv] -> [1, T, H, Dv]."""
+        """query [B, H, S, D], key [B, K, S, D], value [B, K, S, Dv] -> [B, S, H, Dv]."""
+        ...
+
+    def update(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What a model with a cache gives it before it attends, [B, K, S, D] each, and what it goes on with."""
         ...
 
 
@@ -72,10 +85,20 @@ class LayerRecorder:
 
     def __init__(self) -> None:
         self.specs: list[LayerSpec] = []
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        """All keys and values, kept so that no two of them are in the same memory by chance."""
+        self._latents: tuple[Tensor, Tensor] | None = None
+
+    def update(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self._latents = (key, value)
+        return key, value
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         spec = _layer_spec(module, query, key, value, options)
-        self.specs.append(spec)
+        latents, self._latents = self._latents, None
+        latent = latents and latent_shape(module, *latents, key, value)
+        self.specs.append(latent_spec(spec, latent) if latent else spec._replace(source=self._source(key, value)))
+        self._seen.append((key, value))
         T, K, D = query.shape[2], spec.num_kv_heads, spec.head_size
         # One block that holds the whole sequence turns the paged definition into a dense one.
         return reference.paged_attention(
@@ -88,6 +111,13 @@ class LayerRecorder:
             **spec.kernel_options(_sinks(options)),
         )[None]
 
+    def _source(self, key: Tensor, value: Tensor) -> int | None:
+        """The layer that stores these very tensors, if one does."""
+        for index, seen in enumerate(self._seen):
+            if _is_same(seen[0], key) and _is_same(seen[1], value):
+                return index
+        return None
+
 
 class PagedLayers:
     """Stores each layer's keys and values in the KV cache, then attends to them through the block tables."""
@@ -95,19 +125,36 @@ class PagedLayers:
     def __init__(self, specs: list[LayerSpec], kv_cache: list[LayerCache], metadata: AttentionMetadata) -> None:
         self._metadata = metadata
         self._layers = zip(specs, kv_cache, strict=True)
+        self._latents: tuple[Tensor, Tensor] | None = None
+
+    def update(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self._latents = (key, value)
+        return key, value
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         # Sinks are a parameter of the model, which may be trained or moved, so they are read at each call.
-        query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
-        return self.attend_packed(query, key, value, _sinks(options))[None]
+        spec, cache = next(self._layers)
+        batch_size, _, num_tokens, _ = query.shape
+        if spec.latent is not None:
+            assert self._latents is not None
+            query, key, value = spec.latent.absorb(module, query, *self._latents)
+        query, key, value = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
+        out = self._attend(spec, cache, query, key, value, _sinks(options))
+        out = out.view(batch_size, num_tokens, *out.shape[1:])
+        return out if spec.latent is None else spec.latent.expand(module, out)
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """query [T, H, D], key [T, K, D], value [T, K, Dv] -> [T, H, Dv]; sinks [H]."""
-        spec, cache = next(self._layers)
+        return self._attend(*next(self._layers), query, key, value, sinks)
+
+    def _attend(
+        self, spec: LayerSpec, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         metadata = self._metadata
-        if cache.key_scales is None:  # some models compute rotary positions, and so keys, in float32
-            key, value = key.to(cache.keys.dtype), value.to(cache.values.dtype)
-        paged_kernels.store_kv(key, value, cache.keys, cache.values, metadata.slot_mapping, **cache.scales)
+        if spec.is_stored:
+            if cache.key_scales is None:  # some models compute rotary positions, and so keys, in float32
+                key, value = key.to(cache.keys.dtype), value.to(cache.values.dtype)
+            paged_kernels.store_kv(key, value, cache.keys, cache.values, metadata.slot_mapping, **cache.scales)
         return paged_kernels.paged_attention(
             query,
             cache.keys,
@@ -118,6 +165,10 @@ class PagedLayers:
             **spec.kernel_options(sinks),
             **cache.scales,
         )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
 
 
 _layers: ContextVar[AttentionLayers] = ContextVar("paged_attention_layers")
@@ -138,16 +189,23 @@ def _forward(
 ) -> tuple[Tensor, None]:
     """AttentionInterface's signature. Some models drop keyword arguments given to forward(), so the step comes from a
     context variable. No mask function is registered beside it, so that no mask is built."""
-    return _layers.get().attend(module, query, key, value, **options), None
+    return _layers.get().attend(module, query, key, value, attention_mask=attention_mask, **options), None
 
 
 AttentionInterface.register(PAGED, _forward)
 
 
+def latent_spec(spec: LayerSpec, latent: LatentShape) -> LayerSpec:
+    """A layer's, once its keys and values are kept as latents."""
+    return spec._replace(
+        num_kv_heads=1, head_size=latent.rank + latent.num_rotary, value_head_size=latent.rank, latent=latent
+    )
+
+
 def _layer_spec(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> LayerSpec:
-    for name in ("position_bias", "indices", "block_indices"):
+    for name in ("attention_mask", "position_bias", "indices", "block_indices"):
         if options.get(name) is not None:
-            raise ModelError(f"{type(module).__name__} wants attention with {name}, which the engine does not have")
+            raise ModelError(f"{type(module).__name__} wants attention with its own {name}")
     window, chunk = _window_and_chunk(module, options.get("sliding_window"))
     scale = options.get("scaling")
     return LayerSpec(

@@ -7,7 +7,9 @@ transformers' own code.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -16,10 +18,19 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 
 from paged_backend.model.attention import PagedLayers
 from paged_backend.model.linear import Linear, PackedLinear
+from paged_backend.model.mapped_files import MappedFiles
 from paged_kernels import add_rms_norm, rotary, silu_and_mul
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _LINEARS = ("_proj", "lm_head")
+Apply = Callable[[Tensor], Tensor]
+"""A linear layer."""
+_MODULES = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -43,13 +54,13 @@ class _Layer:
     num_heads: list[int]
     """Of query, key and value."""
     attention_norm: _Norm
-    qkv: Linear
+    qkv: Apply
     q_norm: _Norm | None
     k_norm: _Norm | None
-    output: Linear
+    output: Apply
     mlp_norm: _Norm
-    gate_up: Linear
-    down: Linear
+    gate_up: Apply
+    down: Apply
 
 
 class FusedDecoder:
@@ -63,9 +74,10 @@ class FusedDecoder:
         self._embed: nn.Module = decoder.embed_tokens
         self._rotary: nn.Module = decoder.rotary_emb
         self._norm = _Norm.of(decoder.norm)
-        self._lm_head = Linear.of(model.lm_head)
+        self._lm_head: Apply = Linear.of(model.lm_head)
         self._activation = _ACTIVATIONS[config.hidden_act]
-        self._layers = [_layer(layer) for layer in decoder.layers]
+        files = MappedFiles()
+        self._layers = [_layer(layer, files) for layer in decoder.layers]
 
     @staticmethod
     def can_run(model: Any) -> bool:
@@ -82,6 +94,25 @@ class FusedDecoder:
             )
             and all(map(Linear.can_merge, (part for layer in model.model.layers for part in _merged_parts(layer))))
         )
+
+    def with_linears(self, replacement: Callable[[Apply, list[str], bool], Apply]) -> Self:
+        """A decoder on the same weights, each of whose linear layers is what is made of the one here, of the names of
+        the modules that it stands for, and of whether it sees the rows that are kept only; `lm_head` sees those that
+        have logits."""
+        decoder = copy.copy(self)
+        decoder._lm_head = replacement(self._lm_head, ["lm_head"], False)
+        decoder._layers = []
+        for index, layer in enumerate(self._layers):
+            changed: dict[str, Any] = {
+                name: replacement(
+                    getattr(layer, name),
+                    [f"model.layers.{index}.{module}" for module in modules],
+                    index == len(self._layers) - 1 and name != "qkv",
+                )
+                for name, modules in _MODULES.items()
+            }
+            decoder._layers.append(dataclasses.replace(layer, **changed))
+        return decoder
 
     def __call__(self, layers: PagedLayers, input_ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         """Ids [T], positions [T], rows wanted [R] -> their last hidden states [R, E]."""
@@ -118,11 +149,12 @@ def _merged_parts(layer: Any) -> tuple[list[Any], list[Any]]:
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
-def _layer(layer: Any) -> _Layer:
+def _layer(layer: Any, files: MappedFiles) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     projections, gate_and_up = _merged_parts(layer)
     num_query_heads, num_kv_heads, _ = (linear.out_features // attention.head_dim for linear in projections)
-    return _Layer(
+    separate = [module.weight for module in (*projections, *gate_and_up) if isinstance(module, nn.Linear)]
+    fused = _Layer(
         head_size=attention.head_dim,
         num_heads=[num_query_heads, num_kv_heads, num_kv_heads],
         attention_norm=_Norm.of(layer.input_layernorm),
@@ -134,3 +166,5 @@ def _layer(layer: Any) -> _Layer:
         gate_up=Linear.merged(gate_and_up),
         down=Linear.of(mlp.down_proj),
     )
+    files.let_go(separate)
+    return fused

@@ -70,14 +70,12 @@ class EncoderRunner:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._model = model
         self.vocab_size = int(model.config.get_text_config().vocab_size)
-        self._pad_id = next(
-            (pad for pad in (getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id) if pad is not None), 0
-        )
+        self._pad_id = pad_id_of(model, tokenizer)
 
     @torch.inference_mode()
     def embed(self, requests: list[Request]) -> list[list[float]]:
         """The vector of each request's prompt."""
-        input_ids, mask = self._padded([request.prompt_token_ids for request in requests])
+        input_ids, mask = padded([request.prompt_token_ids for request in requests], self._pad_id, self._model.device)
         hidden = self._model(input_ids=input_ids, attention_mask=mask).last_hidden_state
         vectors = []
         for row, request in enumerate(requests):
@@ -85,12 +83,18 @@ class EncoderRunner:
             vectors.append(finished(pooled(hidden[row], mask[row], request.pooling), request.pooling))
         return vectors
 
-    def _padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Ids [S, T] and a mask [S, T] that tells tokens from padding."""
-        longest = max(map(len, prompts))
-        ids = [prompt + [self._pad_id] * (longest - len(prompt)) for prompt in prompts]
-        mask = [[1] * len(prompt) + [0] * (longest - len(prompt)) for prompt in prompts]
-        return torch.tensor(ids, device=self._model.device), torch.tensor(mask, device=self._model.device)
+
+def pad_id_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    known = (getattr(tokenizer, "pad_token_id", None), model.config.pad_token_id)
+    return next((pad for pad in known if pad is not None), 0)
+
+
+def padded(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids [S, T] and a mask [S, T] that tells tokens from padding."""
+    longest = max(map(len, prompts))
+    ids = [prompt + [pad_id] * (longest - len(prompt)) for prompt in prompts]
+    mask = [[1] * len(prompt) + [0] * (longest - len(prompt)) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def _pooling_of(settings: dict[str, Any], name: str) -> str:

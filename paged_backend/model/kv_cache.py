@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 import torch
@@ -11,13 +12,30 @@ from torch import Tensor
 
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError
-from paged_backend.model.attention import LayerSpec
 
 _SCALE = torch.bfloat16
 _CPU_SHARE = 1 / 3
 _CPU_MOST = 4 * 2**30
 _GIB = 2**30
 _CGROUPS = pathlib.Path("/sys/fs/cgroup")
+
+
+class KVShape(Protocol):
+    """What a layer keeps per token."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def value_head_size(self) -> int: ...
+    @property
+    def source(self) -> int | None:
+        """Another layer, whose keys and values are this one's too."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it has its own."""
 
 
 class LayerCache(NamedTuple):
@@ -52,10 +70,11 @@ def storage_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device
     return torch.int8
 
 
-def block_bytes(specs: list[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(specs: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
-    num_values = sum(spec.num_kv_heads * (spec.head_size + spec.value_head_size) for spec in specs)
-    num_scales = sum(2 * spec.num_kv_heads for spec in specs) if dtype == torch.int8 else 0
+    stored = [spec for spec in specs if spec.is_stored]
+    num_values = sum(spec.num_kv_heads * (spec.head_size + spec.value_head_size) for spec in stored)
+    num_scales = sum(2 * spec.num_kv_heads for spec in stored) if dtype == torch.int8 else 0
     return (num_values * dtype.itemsize + num_scales * _SCALE.itemsize) * block_size
 
 
@@ -69,11 +88,8 @@ def num_blocks_for(config: EngineConfig, bytes_per_block: int, max_model_len: in
     available = available_memory(device)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
-    elif config.kv_cache_memory is not None:
-        assert isinstance(config.kv_cache_memory, int)
-        num_blocks = min(config.kv_cache_memory // bytes_per_block, num_useful)
     else:
-        num_blocks = min(_default_memory(config, available, device) // bytes_per_block, num_useful)
+        num_blocks = min(memory_for(config, device) // bytes_per_block, num_useful)
     needed = num_blocks * bytes_per_block
     if needed > available:
         raise ConfigError(
@@ -89,18 +105,21 @@ def num_blocks_for(config: EngineConfig, bytes_per_block: int, max_model_len: in
 
 
 def allocate(
-    specs: list[LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    specs: Sequence[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerCache]:
-    """The cache of each layer, not initialised."""
+    """The cache of each layer, not initialised; that of a layer that shares another one's is the same."""
 
-    def cache(spec: LayerSpec) -> LayerCache:
+    def cache(spec: KVShape) -> LayerCache:
         slots = (num_blocks, spec.num_kv_heads, block_size)
         sizes = (spec.head_size, spec.value_head_size)
         tensors = [torch.empty(*slots, size, dtype=dtype, device=device) for size in sizes]
         scales = [torch.empty(slots, dtype=_SCALE, device=device) if dtype == torch.int8 else None for _ in sizes]
         return LayerCache(*tensors, *scales)
 
-    return [cache(spec) for spec in specs]
+    layers: list[LayerCache] = []
+    for spec in specs:
+        layers.append(cache(spec) if spec.source is None else layers[spec.source])
+    return layers
 
 
 def available_memory(device: torch.device | str = "auto") -> int:
@@ -130,6 +149,10 @@ def _cgroup_memory() -> list[int]:
     return left
 
 
-def _default_memory(config: EngineConfig, available: int, device: torch.device) -> int:
-    share = int(available * config.gpu_memory_utilization)
+def memory_for(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that the cache may take: those asked for, or a share of what is free."""
+    if config.kv_cache_memory is not None:
+        assert isinstance(config.kv_cache_memory, int)
+        return config.kv_cache_memory
+    share = int(available_memory(device) * config.gpu_memory_utilization)
     return share if device.type == "cuda" else min(int(share * _CPU_SHARE), _CPU_MOST)

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import paged_kernels
+from paged_backend.model.mapped_files import MappedFiles
 from paged_kernels import PackedWeight
 from paged_kernels.packing import LEAST_COLUMNS, can_be_merged, merge, pack, split
 from paged_kernels.vector import BFLOAT16_IS_FAST
 
 _FEW_ROWS = 16
+_READ_AS_A_MATRIX = "kv_b_proj"  # latents.py multiplies with its weights at each call
 
 
 def cpu_computes(dtype: torch.dtype) -> bool:
@@ -130,10 +132,26 @@ def pack_linears(model: nn.Module) -> None:
     """
     if not BFLOAT16_IS_FAST or _has_tiles():
         return
+    files = MappedFiles()
     users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear or users[id(child.weight)] > 1 or child.out_features < LEAST_COLUMNS:
                 continue
+            if name == _READ_AS_A_MATRIX:
+                continue
             if child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu":
                 setattr(parent, name, PackedLinear(pack(child.weight, 16), child.bias, torch.bfloat16))
+                files.let_go([child.weight])
+
+
+def unpack_projections(model: nn.Module) -> None:
+    """Make packed layers plain again whose weights are read at each call."""
+    for parent in list(model.modules()):
+        packed = getattr(parent, _READ_AS_A_MATRIX, None)
+        if isinstance(packed, PackedLinear):
+            plain = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
+            plain.weight = nn.Parameter(packed.weight, requires_grad=False)
+            if packed.bias is not None:
+                plain.bias = packed.bias
+            setattr(parent, _READ_AS_A_MATRIX, plain)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib.util
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -27,12 +30,16 @@ from transformers.utils import logging as transformers_logging
 
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError, InvalidRequestError, ModelError
+from paged_backend.model.classifier import classification_support, is_classifier
+from paged_backend.model.conversion import AVAILABLE, conversion_of
 from paged_backend.model.demo import demo_folder
 from paged_backend.model.encoder import embedding_support, is_encoder, max_seq_length
 from paged_backend.model.gguf import gguf_folder
 from paged_backend.model.linear import cpu_computes
 from paged_backend.model.quantize import quantize_linears
-from paged_backend.pooling_params import EmbeddingSupport
+from paged_backend.model.remote_tokenizers import IM_END, qwen_tokenizer
+from paged_backend.model.rope import length_limits
+from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport
 from paged_backend.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -75,8 +82,12 @@ class LoadedModel:
     """Instead of the tokenizer's own."""
     eos_token_ids: frozenset[int] = frozenset()
     """End tokens, as `generate` would take them: from the generation config, else the config, else the tokenizer."""
-    embedding: EmbeddingSupport
-    """What vectors it gives."""
+    embedding: EmbeddingSupport | None
+    """What vectors it gives; None for a classifier."""
+    classification: ClassificationSupport | None = None
+    """What it says of texts, if it has a head for that; it does nothing else then."""
+    is_quantized: bool = False
+    """Whether its layers compute with packed weights, which may round activations too."""
     is_encoder: bool = False
     """True: its tokens see what follows them, so that it gives vectors only."""
     default_sampling: dict[str, Any] = field(default_factory=dict)
@@ -110,14 +121,17 @@ def load(
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer = _load_tokenizer(tokenizer, source, config)
         path, options = (source.path, source.options(config)) if source else (None, dict[str, Any]())
-        embedding = embedding_support(loaded, path, options, name)
+        classifies = is_classifier(loaded.config, loaded)
+        embedding = None if classifies else embedding_support(loaded, path, options, name)
         length = max_seq_length(path, options) if is_encoder(loaded.config) else None
     return LoadedModel(
         model=loaded,
         name=name,
         max_model_len=_max_model_len(loaded.config, tokenizer, config, length),
         embedding=embedding,
+        classification=classification_support(loaded.config) if classifies else None,
         is_encoder=is_encoder(loaded.config),
+        is_quantized=getattr(loaded, "hf_quantizer", None) is not None,
         owns_weights=source is not None,
         tokenizer=tokenizer,
         chat_template=chat_template,
@@ -172,7 +186,10 @@ def _load_weights(source: _Source, name: str, config: EngineConfig) -> PreTraine
     device = _device(config.device)
     options = source.options(config)
     try:
-        model_config = AutoConfig.from_pretrained(source.path, **options)
+        conversion = conversion_of(source.path, options, name, device)
+        model_config = AutoConfig.from_pretrained(source.path, **options) if conversion is None else conversion.config
+    except ModelError:
+        raise
     except Exception as error:  # whatever the hub, the file system or remote code raise
         if source.is_folder:
             raise ModelError(f"model={name!r} has a config that cannot be read: {error}") from error
@@ -180,27 +197,52 @@ def _load_weights(source: _Source, name: str, config: EngineConfig) -> PreTraine
             f"model={name!r} is neither a folder nor a .gguf file here, and the hub did not provide it: {error}"
         ) from error
     _check_architecture(model_config, name)
+    is_quantized = getattr(model_config, "quantization_config", None) is not None and conversion is None
+    hint = f"; quantised checkpoints that can be loaded: {AVAILABLE}" if is_quantized else ""
+    dtype = _dtype(model_config, config, device)
     try:
-        auto_class = AutoModel if is_encoder(model_config) else AutoModelForCausalLM
-        model, report = auto_class.from_pretrained(
-            source.path,
-            config=model_config,
-            dtype=_DTYPES.get(config.dtype, "auto"),
-            output_loading_info=True,
-            **options,
-        )
+        if conversion is not None:
+            wanted = torch.bfloat16 if isinstance(dtype, str) else dtype
+            model, report = conversion.load(source.path, options, wanted, name)
+        else:
+            auto_class = _auto_class(model_config)
+            placed = {"device_map": str(device)} if is_quantized and importlib.util.find_spec("accelerate") else {}
+            model, report = auto_class.from_pretrained(
+                source.path, config=model_config, dtype=dtype, output_loading_info=True, **placed, **options
+            )
+    except ModelError:
+        raise
     except Exception as error:
-        raise ModelError(f"model={name!r} cannot be loaded: {error}") from error
+        raise ModelError(f"model={name!r} cannot be loaded: {error}{hint}") from error
     missing = [key for key in report["missing_keys"] if not key.startswith(_UNUSED_WEIGHTS)]
     if missing:
         some = ", ".join(sorted(missing)[:3])
-        raise ModelError(f"model={name!r} lacks weights of a {type(model).__name__}, among them {some}")
+        raise ModelError(f"model={name!r} lacks weights of a {type(model).__name__}, among them {some}{hint}")
+    if is_quantized:
+        model.requires_grad_(False)
+        return model
     if config.dtype == "auto" and device.type == "cpu" and not cpu_computes(model.dtype):
         model = model.float()
     if device.type != "cpu":
         model = model.to(device)
     model.requires_grad_(False)
     return model
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    if is_classifier(config):
+        return AutoModelForSequenceClassification
+    return AutoModel if is_encoder(config) else AutoModelForCausalLM
+
+
+def _dtype(model_config: PreTrainedConfig, config: EngineConfig, device: torch.device) -> torch.dtype | str:
+    """What to load in; "auto": what the files are in, which the config does not say."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    own = getattr(model_config.get_text_config(decoder=True), "dtype", None)
+    if own is None:
+        return "auto"
+    return torch.float32 if device.type == "cpu" and not cpu_computes(own) else own
 
 
 def _device(name: str) -> torch.device:
@@ -230,7 +272,7 @@ def _check_passed(model: PreTrainedModel, config: EngineConfig) -> None:
     """A passed model is served as it is; what would change it is refused."""
     kind = type(model).__name__
     _check_architecture(model.config, model.name_or_path or kind)
-    if not model.can_generate() and not is_encoder(model.config):
+    if not model.can_generate() and not is_encoder(model.config) and not is_classifier(model.config, model):
         raise ModelError(f"a {kind} cannot generate text; load it with AutoModelForCausalLM")
     if model.dtype not in _DTYPES.values():
         raise ModelError(f"the {kind} is in {model.dtype}; call model.to() with one of {', '.join(_DTYPES)}")
@@ -258,9 +300,12 @@ def _load_tokenizer(name: str | None, source: _Source | None, config: EngineConf
         config = replace(config, revision=None)  # which is the model's
     elif source is None or (source.is_folder and not _has_tokenizer(Path(source.path))):
         return None
+    options = source.options(config)
     try:
-        return AutoTokenizer.from_pretrained(source.path, **source.options(config))
+        return AutoTokenizer.from_pretrained(source.path, **options)
     except Exception as error:
+        if not config.trust_remote_code and (own := qwen_tokenizer(source.path, options)) is not None:
+            return own
         raise ModelError(
             f"the tokenizer of {source.path!r} cannot be loaded: {error}; tokenizer=... names another one"
         ) from error
@@ -288,29 +333,23 @@ def _max_model_len(
     trained: int | None = None,
 ) -> int:
     """`max_model_len`, else `trained`, the length that an encoder was trained with, else the model's limit."""
-    limit = _length_limit(model_config.get_text_config(decoder=True))
-    if is_encoder(model_config):  # whose tables of positions may have room that no token can have
-        limit = min(filter(None, (limit, _tokenizer_limit(tokenizer))), default=None)
+    limit, most = _length_limits(model_config.get_text_config(decoder=True))
+    if is_encoder(model_config) or is_classifier(model_config):
+        # Whose tables of positions may have room that no token can have.
+        limit = most = min(filter(None, (limit, _tokenizer_limit(tokenizer))), default=None)
     wanted = config.max_model_len or (min(trained, limit or trained) if trained else None)
-    if limit is None:
+    if limit is None or most is None:
         return wanted or _tokenizer_limit(tokenizer) or DEFAULT_MAX_MODEL_LEN
-    if wanted is not None and wanted > limit:
-        raise ConfigError(f"max_model_len={wanted} is more than the model's own limit of {limit} tokens; lower it")
+    if wanted is not None and wanted > most:
+        raise ConfigError(f"max_model_len={wanted} is more than the model's own limit of {most} tokens; lower it")
     return wanted or limit
 
 
-def _length_limit(config: PreTrainedConfig) -> int | None:
+def _length_limits(config: PreTrainedConfig) -> tuple[int | None, int | None]:
+    """What the model takes by default, and at most."""
     lengths = (getattr(config, name, None) for name in _LENGTH_NAMES)
     limit = next((length for length in lengths if isinstance(length, int) and length > 0), None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if limit is not None and rope.get("rope_type") == "yarn":
-        # YaRN is switched on by hand, as a rule without raising max_position_embeddings.
-        return max(limit, int(rope.get("original_max_position_embeddings", limit) * rope["factor"]))
-    if limit is not None and rope.get("rope_type") == "longrope":
-        # transformers chooses between two sets of frequencies by the longest sequence of the batch, so that one could
-        # change another's result. Up to this length, it is always the same set.
-        return int(rope.get("original_max_position_embeddings") or limit)
-    return limit
+    return (None, None) if limit is None else length_limits(getattr(config, "rope_parameters", None) or {}, limit)
 
 
 def _tokenizer_limit(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
@@ -324,8 +363,17 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     for source in (getattr(model, "generation_config", None), model.config, text_config, tokenizer):
         token_ids = getattr(source, "eos_token_id", None)
         if token_ids is not None:
-            return frozenset([token_ids] if isinstance(token_ids, int) else token_ids)
+            own = frozenset([token_ids] if isinstance(token_ids, int) else token_ids)
+            return own | _chat_end(model, tokenizer)
     return frozenset()
+
+
+def _chat_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Where Qwen 1's own code ends a chat, which its files do not say."""
+    settings = getattr(model, "generation_config", None)
+    if tokenizer is None or getattr(settings, "chat_format", None) != "chatml":
+        return frozenset()
+    return frozenset([tokenizer.convert_tokens_to_ids(IM_END)])
 
 
 def _default_sampling(model: PreTrainedModel) -> dict[str, Any]:
@@ -350,11 +398,13 @@ def _is_accepted(name: str, value: Any) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no warnings from transformers in this block; downloads keep their bars."""
+    """No warnings from transformers in this block, and no progress bars unless there is a terminal; downloads keep
+    their bars."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     hub_bars = not are_progress_bars_disabled()
     transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()  # and the hub's
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # and the hub's
     _show_hub_bars(hub_bars)
     try:
         yield

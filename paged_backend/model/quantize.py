@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from paged_backend.errors import ConfigError
 from paged_backend.model.encoder import is_encoder
 from paged_backend.model.linear import PackedLinear
+from paged_backend.model.mapped_files import MappedFiles
 from paged_kernels import pack
 from paged_kernels.packing import LEAST_COLUMNS
 
@@ -36,26 +39,31 @@ def quantize_linears(model: PreTrainedModel, quantization: str, name: str) -> No
     if is_encoder(model.config):
         raise ConfigError(f"quantization={quantization!r} is for models that generate text, and {name} is an encoder")
     head = model.get_output_embeddings()
+    files, shared = MappedFiles(), _shared_weights(model)
     num_weights = 0
     for parent in list(model.modules()):
-        for child_name, child in list(parent.named_children()):
-            if type(child) in (nn.Linear, Conv1D) and _num_columns(child) >= LEAST_COLUMNS:
+        children: list[tuple[str, Any]] = list(parent.named_children())
+        for child_name, child in children:
+            weight = _weight(child)
+            if weight is not None and len(weight) >= LEAST_COLUMNS:
                 bits = _BITS_OF_LOGITS if child is head else _BITS[quantization]
-                setattr(parent, child_name, _quantized(child, bits))
-                num_weights += child.weight.numel()
+                setattr(parent, child_name, PackedLinear(pack(weight, bits), child.bias, weight.dtype))
+                num_weights += weight.numel()
+                if id(child.weight) not in shared:
+                    files.let_go([child.weight])
     if num_weights == 0:
         raise ConfigError(f"quantization={quantization!r}: {name} has no linear layers that could be quantised")
     logger.info("%s: %.0f million weights in %s", name, num_weights / 1e6, quantization)
 
 
-def _num_columns(layer: nn.Module) -> int:
-    assert isinstance(layer.weight, torch.Tensor)
-    return layer.weight.shape[1 if isinstance(layer, Conv1D) else 0]
+def _shared_weights(model: nn.Module) -> set[int]:
+    """The ids of those that more than one module has."""
+    users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    return {weight for weight, num_users in users.items() if num_users > 1}
 
 
-def _quantized(layer: nn.Module, bits: int) -> PackedLinear:
-    weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-    assert isinstance(weight, torch.Tensor)
-    bias = layer.bias
-    assert bias is None or isinstance(bias, nn.Parameter)
-    return PackedLinear(pack(weight, bits), bias, weight.dtype)
+def _weight(layer: Any) -> Tensor | None:
+    """[out, in] of a linear layer; None for any other."""
+    if type(layer) is nn.Linear:
+        return layer.weight
+    return layer.weight.T if type(layer) is Conv1D else None

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
 
 import paged_kernels
 from paged_backend.config import EngineConfig
 from paged_backend.engine.scheduler import SchedulerOutput
-from paged_backend.errors import ModelError
+from paged_backend.errors import ConfigError, ModelError
 from paged_backend.model import kv_cache
 from paged_backend.model.attention import (
     PAGED,
@@ -28,73 +29,196 @@ from paged_backend.model.attention import (
 )
 from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.inputs import StepInputs, step_inputs
-from paged_backend.model.linear import pack_linears, speed_up_linears
+from paged_backend.model.kv_cache import LayerCache
+from paged_backend.model.linear import pack_linears, speed_up_linears, unpack_projections
 from paged_backend.model.loader import LoadedModel
+from paged_backend.model.lora import AdapterStore, StepAdapters, adapted
+from paged_backend.model.memory import room_for
+from paged_backend.model.model_call import ModelCall
 from paged_backend.model.pooling import PooledStep
+from paged_backend.model.rope import freeze_frequencies
 from paged_backend.model.self_check import check_logits, probe_token_ids
 from paged_backend.model.threads import thread_count
+from paged_backend.model.tiers.gathered import GatheredTier
+from paged_backend.model.tiers.grouped import GroupedRun
+from paged_backend.model.tiers.own_cache import OwnCacheTier
+from paged_backend.model.tiers.stateful import StatefulTier
+from paged_backend.model.tiers.step_cache import StepCache
+from paged_backend.model.ways import Tier, Verdict, Way, kinds_of_layers, ways_to_run, window_of
 
 logger = logging.getLogger(__name__)
 
 
-class ModelRunner:
-    """Runs a transformers model on packed batches over a paged KV cache.
+_Tier = StatefulTier | GatheredTier | OwnCacheTier
 
-    Building one checks that the packed run in chunks gives the logits of a plain run; a model it would get wrong
-    raises ModelError. A model the user passed is not changed: the runner works on a twin that shares its weights.
+
+class _Trial(NamedTuple):
+    """What all ways to run a model are tried with."""
+
+    loaded: LoadedModel
+    config: EngineConfig
+    probe: list[int]
+    dtype: torch.dtype
+    """What keys and values are stored as."""
+    check: Callable[[], float]
+    """Returns the difference from a plain run; raises ModelError if it is too large."""
+    own_implementation: str
+    """The attention that the model was loaded with."""
+
+
+class ModelRunner:
+    """Runs a transformers model over a paged KV cache: on packed batches, or else in one of the ways of `tiers`.
+
+    Building one tries the ways that could be right until one gives the logits of a plain run; a model that the engine
+    would get wrong raises ModelError. A model the user passed is not changed: the runner works on a twin that shares
+    its weights.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self._thread_count = thread_count()
-        model = loaded.model if loaded.owns_weights else _twin(loaded.model)
-        self._model: nn.Module = model
-        self.device = model.device
-        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self._model: Any = loaded.model if loaded.owns_weights else _twin(loaded.model)
+        self.device = self._model.device
+        self.vocab_size = int(self._model.config.get_text_config().vocab_size)
         self.block_size = config.block_size
+        self._decoder: FusedDecoder | None = None
+        self._grouped: GroupedRun | None = None
+        self._kv_cache: list[LayerCache] = []
+        self.adapters: AdapterStore | None = None
+        """Where LoRA adapters come from, if there are any."""
+        self._step_adapters = StepAdapters(self._model.dtype, self.device)
+        self._adapted_decoder: FusedDecoder | None = None
+        """Of steps with adapters, if there is one of steps without."""
         with torch.inference_mode():
-            probe = probe_token_ids(self.vocab_size, loaded.max_model_len, config.block_size)
-            expected = self._plain_logits(probe)
-            model.set_attn_implementation(PAGED)
-            self._specs = self._record_layers(probe)
-            dtype = kv_cache.storage_dtype(config, model.dtype, self.device)
-            bytes_per_block = kv_cache.block_bytes(self._specs, config.block_size, dtype)
-            self.num_blocks = kv_cache.num_blocks_for(config, bytes_per_block, loaded.max_model_len, self.device)
-            self._kv_cache = kv_cache.allocate(self._specs, self.num_blocks, config.block_size, dtype, self.device)
-            self._decoder: FusedDecoder | None = None
-            coarsest = dtype
-            if config.quantization is not None and dtype == torch.float32:
-                coarsest = torch.bfloat16  # inputs of 8 bits round as much
-            check = functools.partial(
-                check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name
-            )
+            freeze_frequencies(self._model, loaded.max_model_len)
             with paged_kernels.telling_of_compilation(_tell_of_compilation):
-                self._choose_code(loaded, check)
+                self.verdict = self._choose_way(loaded, config)
+        if config.enable_lora:
+            self._add_adapters(loaded, config)
+
+    def _add_adapters(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        if self._grouped is not None:
+            raise ConfigError(f"{loaded.name} runs {self.verdict.way}, where LoRA does not work; leave enable_lora off")
+        self.adapters = AdapterStore(self._model, config)
+        if self._decoder is not None:
+            self._adapted_decoder = adapted(self._decoder, self._model, self._step_adapters)
+
+    def _choose_way(self, loaded: LoadedModel, config: EngineConfig) -> Verdict:
+        trial = self._trial(loaded, config)
+        reasons = []
+        for way in ways_to_run(self._model):
+            try:
+                verdict = self._try_way(way, trial)
+            except ConfigError:
+                raise
+            except Exception as error:  # a model's code can fail in any way when it gets what it does not expect
+                logger.debug("%s cannot run %s", loaded.name, way, exc_info=True)
+                reasons.append(f"{way}: {error if isinstance(error, ModelError) else repr(error)}")
+                self._kv_cache = []
+            else:
+                logger.info("%s runs %s", loaded.name, way)
+                return verdict
+        raise ModelError(f"{loaded.name}: no way to run it gives the logits of a plain run ({'; '.join(reasons)})")
+
+    def _trial(self, loaded: LoadedModel, config: EngineConfig) -> _Trial:
+        model = self._model
+        padding: int | None = getattr(model.config, "pad_token_id", None)
+        without = frozenset[int]() if padding is None else frozenset([padding])
+        probe = probe_token_ids(self.vocab_size, loaded.max_model_len, config.block_size, without=without)
+        expected = ModelCall(model).plain(self._tensor(np.array(probe)))
+        dtype = kv_cache.storage_dtype(config, model.dtype, self.device)
+        rounds_inputs = config.quantization is not None or loaded.is_quantized
+        coarsest = torch.int8 if rounds_inputs else dtype
+        check = functools.partial(
+            check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name
+        )
+        return _Trial(loaded, config, probe, dtype, check, model.config._attn_implementation)
+
+    def _try_way(self, way: Way, trial: _Trial) -> Verdict:
+        """Raises ModelError, or whatever the model's code raises, if this is not the way to run it."""
+        model, config, block_size = self._model, trial.config, trial.config.block_size
+        if way.tier is Tier.GATHERED and trial.dtype != model.dtype:
+            raise ConfigError(
+                f"kv_cache_dtype={config.kv_cache_dtype!r} is not available for {trial.loaded.name}, with attention "
+                "code of its own; leave it at 'auto'"
+            )
+        self._call = ModelCall(model, position_offset=way.position_offset)
+        tier = self._tier(way)
+        _set_attention(model, PAGED if tier is None else tier.implementation or trial.own_implementation)
+        specs: Sequence[kv_cache.KVShape]
+        if tier is None:
+            specs = self._specs = self._record_layers(trial.probe, latents=not config.enable_lora)
+        else:
+            specs = tier.record(self._tensor(np.array(trial.probe))[None])
+        bytes_per_block = kv_cache.block_bytes(specs, block_size, trial.dtype)
+        bytes_per_block += 0 if tier is None else tier.token_bytes * block_size
+        state_bytes = 0 if tier is None else tier.state_bytes
+        room = room_for(config, bytes_per_block, state_bytes, trial.loaded.max_model_len, self.device)
+        self.num_blocks = room.num_blocks
+        self._kv_cache = kv_cache.allocate(specs, self.num_blocks, block_size, trial.dtype, self.device)
+        difference = self._choose_code(trial) if tier is None else self._use_tier(tier, way, trial)
+        return Verdict(
+            way=way,
+            layers=kinds_of_layers(specs),
+            difference=difference,
+            bytes_per_token=bytes_per_block // block_size,
+            bytes_per_sequence=state_bytes,
+            num_tokens=room.num_blocks * block_size,
+            window=window_of(specs),
+            max_num_seqs=room.max_num_seqs,
+            keeps_state=state_bytes > 0 or way.tier is Tier.OWN_CACHE,
+        )
+
+    def _tier(self, way: Way) -> _Tier | None:
+        """None: the model takes packs."""
+        if way.tier is Tier.STATEFUL:
+            return StatefulTier(self._model, self._call, self.block_size)
+        if way.tier is Tier.GATHERED:
+            return GatheredTier(self._model, self._call, self.block_size)
+        return OwnCacheTier(self._model, self._call) if way.tier is Tier.OWN_CACHE else None
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
         """Logits [R, V] of the last `num_logits` tokens of each scheduled sequence."""
         self._thread_count.adjust()
         self._copy_blocks(output)
+        if self._grouped is not None:
+            return self._grouped.execute(output, self.device)
         inputs = step_inputs(output.scheduled, self.block_size)
-        input_ids, positions, keep = inputs.input_ids, inputs.positions, inputs.keep
         layers = PagedLayers(self._specs, self._kv_cache, self._metadata(inputs))
+        if self.adapters is None or not any(item.sequence.request.adapter for item in output.scheduled):
+            return self._compute(output, layers, inputs, self._decoder)
+        pooled = PooledStep(output.scheduled).rows if output.pools else []
+        keep = np.concatenate([inputs.keep, np.array(pooled, np.int64)])
+        hooked = self._model if self._adapted_decoder is None else None
+        with self._step_adapters.of(output.scheduled, keep, len(inputs.keep), hooked):
+            return self._compute(output, layers, inputs, self._adapted_decoder)
+
+    def _compute(
+        self, output: SchedulerOutput, layers: PagedLayers, inputs: StepInputs, decoder: FusedDecoder | None
+    ) -> Tensor:
+        """By this decoder, or by transformers' code."""
+        input_ids, positions, keep = inputs.input_ids, inputs.positions, inputs.keep
         if output.pools:
-            return self._pool(PooledStep(output.scheduled), layers, inputs)
-        if self._decoder is not None:
-            return self._decoder.logits(self._decoder(layers, *map(self._tensor, (input_ids, positions, keep))))
+            return self._pool(PooledStep(output.scheduled), layers, inputs, decoder)
+        if decoder is not None:
+            return decoder.logits(decoder(layers, *map(self._tensor, (input_ids, positions, keep))))
         return self._forward(layers, input_ids, positions, keep)
 
-    def _pool(self, pooled: PooledStep, layers: PagedLayers, inputs: StepInputs) -> Tensor:
+    def _pool(
+        self, pooled: PooledStep, layers: PagedLayers, inputs: StepInputs, decoder: FusedDecoder | None
+    ) -> Tensor:
         """A step that also leaves hidden states to those who want embeddings; the logits are those of `keep`."""
         input_ids, positions, num_logits = inputs.input_ids, inputs.positions, len(inputs.keep)
         keep = np.concatenate([inputs.keep, np.array(pooled.rows, np.int64)])
-        if self._decoder is not None:
-            hidden = self._decoder(layers, *map(self._tensor, (input_ids, positions, keep)))
+        if decoder is not None:
+            hidden = decoder(layers, *map(self._tensor, (input_ids, positions, keep)))
             pooled.collect(hidden[num_logits:])
-            return self._decoder.logits(hidden[:num_logits])
+            return decoder.logits(hidden[:num_logits])
 
         def take(head: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
             (hidden,) = arguments
+            if hidden.shape[1] > len(keep):  # the model takes no `logits_to_keep`
+                hidden = hidden[:, self._tensor(keep)]
             pooled.collect(hidden[0, num_logits:])
             return (hidden[:, :num_logits],)
 
@@ -105,7 +229,7 @@ class ModelRunner:
             hook.remove()
 
     def _head(self) -> nn.Module:
-        head: nn.Module = self._model.get_output_embeddings()  # type: ignore[operator]
+        head: nn.Module = self._model.get_output_embeddings()
         return head
 
     def rows(self, logits: Tensor, rows: list[int]) -> Tensor:
@@ -117,39 +241,51 @@ class ModelRunner:
     def _forward(
         self, layers: AttentionLayers, input_ids: np.ndarray, positions: np.ndarray, keep: np.ndarray
     ) -> Tensor:
+        cache = None
+        if self._has_latents:
+            cache = StepCache(self._model.config, layers, num_before=0, num_new=len(input_ids), states=[])
         with attention_layers(layers):
-            result = self._model(
-                input_ids=self._tensor(input_ids)[None],
-                position_ids=self._tensor(positions)[None],
-                use_cache=False,
-                logits_to_keep=self._tensor(keep),
+            return self._call(
+                self._tensor(input_ids)[None], self._tensor(positions)[None], self._tensor(keep), cache=cache
             )
-        logits: Tensor = result.logits[0]
-        return logits
 
-    def _choose_code(self, loaded: LoadedModel, check: Callable[[], None]) -> None:
-        """Fused code where it fits and the weights are ours to merge, else transformers' code; it passes `check`."""
-        if loaded.owns_weights:
+    def _choose_code(self, trial: _Trial) -> float:
+        """Fused code where it fits and the weights are ours to merge, else transformers' code; it passes the check."""
+        self._grouped = None
+        if trial.loaded.is_quantized:
+            return trial.check()
+        if trial.loaded.owns_weights:
             pack_linears(self._model)
-        if loaded.owns_weights and FusedDecoder.can_run(self._model):
+        if trial.loaded.owns_weights and FusedDecoder.can_run(self._model):
             self._decoder = FusedDecoder(self._model)
             try:
-                return check()
+                return trial.check()
             except ModelError as error:
                 logger.warning("not using the fused decoder: %s", error)
                 self._decoder = None
         speed_up_linears(self._model)
-        check()
+        return trial.check()
 
-    def _plain_logits(self, token_ids: list[int]) -> Tensor:
-        input_ids = torch.tensor([token_ids], device=self.device)
-        logits: Tensor = self._model(input_ids=input_ids, use_cache=False).logits[0]
-        return logits
+    def _use_tier(self, tier: _Tier, way: Way, trial: _Trial) -> float:
+        tier.attach(self._kv_cache)
+        self._grouped = GroupedRun(
+            tier, whole_prompts=way.whole_prompts, one_by_one=way.tier is Tier.OWN_CACHE, head=self._head()
+        )
+        if trial.loaded.owns_weights:
+            pack_linears(self._model)
+        speed_up_linears(self._model)
+        return trial.check()
 
-    def _record_layers(self, token_ids: list[int]) -> list[LayerSpec]:
+    def _record_layers(self, token_ids: list[int], *, latents: bool) -> list[LayerSpec]:
+        """With LoRA there are no latents: an adapter adds to the outputs of a layer that they do without."""
         recorder = LayerRecorder()
         length = len(token_ids)
+        self._has_latents = latents and any(hasattr(module, "kv_b_proj") for module in self._model.modules())
         self._forward(recorder, np.array(token_ids), np.arange(length), np.arange(length))
+        if not recorder.specs:
+            raise ModelError("its attention is code of its own")
+        self._has_latents = any(spec.latent is not None for spec in recorder.specs)
+        unpack_projections(self._model)
         return recorder.specs
 
     def _metadata(self, inputs: StepInputs) -> AttentionMetadata:
@@ -165,11 +301,22 @@ class ModelRunner:
             return
         sources = self._tensor(np.array([copy.source for copy in output.copies]))
         targets = self._tensor(np.array([copy.target for copy in output.copies]))
-        for cache in self._kv_cache:
+        distinct = {id(cache.keys): cache for cache in self._kv_cache}  # layers may share theirs
+        for cache in distinct.values():
             cache.copy_blocks(sources, targets)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _set_attention(model: Any, implementation: str) -> None:
+    """Without a warning from models that have one implementation only."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        model.set_attn_implementation(implementation)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def _tell_of_compilation() -> None:

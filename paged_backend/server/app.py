@@ -13,7 +13,17 @@ from starlette.responses import Response
 
 import paged_backend
 from paged_backend import OverloadedError
-from paged_backend.server import chat, completions, embeddings, errors, messages, responses, tokens
+from paged_backend.server import (
+    chat,
+    completions,
+    embeddings,
+    errors,
+    lora,
+    messages,
+    responses,
+    scoring,
+    tokens,
+)
 from paged_backend.server.errors import ApiError, JSONReply
 from paged_backend.server.kv_map import add_kv_map
 from paged_backend.server.metrics import CONTENT_TYPE
@@ -26,11 +36,13 @@ from paged_backend.server.protocol import (
     CountTokensRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    LoadLoraRequest,
     MessagesRequest,
     ModelBody,
     RerankRequest,
     ScoreRequest,
     TokenizeRequest,
+    UnloadLoraRequest,
 )
 from paged_backend.server.replies import (
     ERRORS,
@@ -84,6 +96,8 @@ def create_app(models: Models, tracing: Tracing | None = None) -> FastAPI:
     _add_tokens(app, models)
     _add_models(app, models)
     _add_operation(app, models)
+    if settings.allow_lora_updating:
+        _add_lora_updating(app, models)
     if settings.ui:
         add_page(app)
         add_kv_map(app, models)
@@ -147,12 +161,13 @@ def _add_vectors(app: FastAPI, models: Models) -> None:
     @app.post("/v1/score", response_class=JSONReply, response_model=ScoreReply)
     @app.post("/score", response_class=JSONReply, response_model=ScoreReply)
     async def create_scores(body: ScoreRequest, request: Request) -> Response:
-        return await _whole(models, request, body, embeddings.score)
+        return await _whole(models, request, body, scoring.score)
 
+    @app.post("/v2/rerank", response_class=JSONReply, response_model=RerankReply)
     @app.post("/v1/rerank", response_class=JSONReply, response_model=RerankReply)
     @app.post("/rerank", response_class=JSONReply, response_model=RerankReply)
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        return await _whole(models, request, body, embeddings.rerank)
+        return await _whole(models, request, body, scoring.rerank)
 
 
 def _add_tokens(app: FastAPI, models: Models) -> None:
@@ -170,12 +185,14 @@ def _add_models(app: FastAPI, models: Models) -> None:
 
     def described(name: str) -> dict[str, Any]:
         serving = models.find(name)
+        adapter = serving.lora_modules.get(name)
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "paged-backend",
-            "root": serving.model_names[0],
+            "root": serving.model_names[0] if adapter is None else adapter.lora_path,
+            "parent": None if adapter is None else serving.model_names[0],
             "max_model_len": serving.max_model_len,
         }
 
@@ -186,6 +203,18 @@ def _add_models(app: FastAPI, models: Models) -> None:
     @app.get("/v1/models/{model:path}", response_class=JSONReply, response_model=ModelReply)
     async def retrieve_model(model: str) -> Response:
         return JSONReply(described(model))
+
+
+def _add_lora_updating(app: FastAPI, models: Models) -> None:
+    @app.post("/v1/load_lora_adapter", response_class=JSONReply, response_model=StatusReply)
+    async def load_lora_adapter(body: LoadLoraRequest, request: Request) -> Response:
+        await lora.load(await models.hold(request, None), body)
+        return JSONReply({"status": f"loaded {body.lora_name}"})
+
+    @app.post("/v1/unload_lora_adapter", response_class=JSONReply, response_model=StatusReply)
+    async def unload_lora_adapter(body: UnloadLoraRequest, request: Request) -> Response:
+        lora.unload(await models.hold(request, None), body)
+        return JSONReply({"status": f"unloaded {body.lora_name}"})
 
 
 def _add_operation(app: FastAPI, models: Models) -> None:

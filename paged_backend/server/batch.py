@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from paged_backend import EngineDeadError
-from paged_backend.server import chat, completions, embeddings, responses
+from paged_backend.server import chat, completions, embeddings, responses, scoring
 from paged_backend.server.errors import ApiError, described, invalid_body
 from paged_backend.server.models import Models
 from paged_backend.server.protocol import (
@@ -35,8 +35,8 @@ _ROUTES = {
     "/v1/completions": _Route(CompletionRequest, completions.complete),
     "/v1/responses": _Route(ResponsesRequest, responses.respond),
     "/v1/embeddings": _Route(EmbeddingRequest, embeddings.embed),
-    "/v1/score": _Route(ScoreRequest, embeddings.score),
-    "/v1/rerank": _Route(RerankRequest, embeddings.rerank),
+    "/v1/score": _Route(ScoreRequest, scoring.score),
+    "/v1/rerank": _Route(RerankRequest, scoring.rerank),
 }
 
 

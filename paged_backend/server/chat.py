@@ -54,7 +54,7 @@ async def submit(serving: Serving, body: ChatRequest) -> RequestHandle:
             tools=body.tools,
             tool_choice=body.tool_choice,
             parallel_tool_calls=body.parallel_tool_calls,
-            **request_options(body, serving.settings.request_timeout),
+            **request_options(body, serving),
         )
 
     return await serving.prepare(prepare)

@@ -46,7 +46,7 @@ async def _submit(serving: Serving, body: CompletionRequest) -> tuple[list[Reque
         params = llm.get_default_sampling_params(**completion_sampling(body), output_kind=kind)
         prompts = prompts_of(body.prompt)
         echoes = [_text(llm, prompt) for prompt in prompts] if body.echo else [""] * len(prompts)
-        options = request_options(body, serving.settings.request_timeout)
+        options = request_options(body, serving)
         return llm.submit_all(prompts, params, **options), _Reply(llm, body, serving.model_name(body.model), echoes)
 
     return await serving.prepare(prepare)

@@ -1,17 +1,14 @@
-"""`/v1/embeddings`, and what follows from vectors: `/v1/score` and `/v1/rerank`, in vLLM's form."""
+"""`/v1/embeddings`."""
 
 from __future__ import annotations
 
 import base64
-import math
 import struct
-import time
-import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paged_backend import EmbeddingRequestOutput
-from paged_backend.server.protocol import EmbeddingRequest, RerankRequest, ScoreRequest, prompts_of
+from paged_backend.server.protocol import EmbeddingRequest, prompts_of
 from paged_backend.server.serving import Serving
 
 
@@ -31,45 +28,9 @@ async def embed(serving: Serving, body: EmbeddingRequest) -> dict[str, Any]:
     return {"object": "list", "model": serving.model_name(body.model), "data": data, "usage": _usage(outputs)}
 
 
-async def score(serving: Serving, body: ScoreRequest) -> dict[str, Any]:
-    """How alike texts are: the cosine of the angle between their vectors. One text is compared with each of a list."""
-    right = [body.text_2] if isinstance(body.text_2, str) else body.text_2
-    left = [body.text_1] if isinstance(body.text_1, str) else body.text_1
-    outputs = await _outputs(serving, body, [*left, *right])
-    lefts, rights = outputs[: len(left)], outputs[len(left) :]
-    pairs = zip(lefts * len(rights) if len(lefts) == 1 else lefts, rights, strict=True)
-    data = [
-        {"object": "score", "index": index, "score": _cosine(_vector(one), _vector(other))}
-        for index, (one, other) in enumerate(pairs)
-    ]
-    head = {"id": f"score-{uuid.uuid4().hex}", "object": "list", "created": int(time.time())}
-    return {**head, "model": serving.model_name(body.model), "data": data, "usage": _usage(outputs)}
-
-
-async def rerank(serving: Serving, body: RerankRequest) -> dict[str, Any]:
-    """Documents by how alike they are to the query, the best first."""
-    query, *documents = await _outputs(serving, body, [body.query, *body.documents])
-    scores = [_cosine(_vector(query), _vector(document)) for document in documents]
-    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
-    results = [
-        {
-            "index": index,
-            "document": {"text": body.documents[index]} if body.return_documents else None,
-            "relevance_score": scores[index],
-        }
-        for index in best
-    ]
-    return {
-        "id": f"rerank-{uuid.uuid4().hex}",
-        "model": serving.model_name(body.model),
-        "results": results,
-        "usage": _usage([query, *documents]),
-    }
-
-
 async def _outputs(
     serving: Serving,
-    body: EmbeddingRequest | ScoreRequest | RerankRequest,
+    body: EmbeddingRequest,
     prompts: Sequence[str | list[int]],
     **options: Any,
 ) -> list[EmbeddingRequestOutput]:
@@ -78,6 +39,7 @@ async def _outputs(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         priority=body.priority,
         timeout=serving.settings.request_timeout,
+        lora_request=serving.lora_request(body.model),
         **options,
     )
 
@@ -89,11 +51,6 @@ def _vector(output: EmbeddingRequestOutput) -> list[float]:
 def _encoded(vector: list[float], encoding: str) -> list[float] | str:
     """As numbers, or as the base64 of little-endian 32-bit floats."""
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if encoding == "base64" else vector
-
-
-def _cosine(one: list[float], other: list[float]) -> float:
-    lengths = math.hypot(*one) * math.hypot(*other)
-    return math.fsum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0
 
 
 def _usage(outputs: Iterable[EmbeddingRequestOutput]) -> dict[str, int]:

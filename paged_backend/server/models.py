@@ -62,7 +62,8 @@ class Models:
 
     @property
     def names(self) -> list[str]:
-        return [name for serving in self.servings for name in serving.model_names]
+        """What requests may ask for: models, and adapters of models."""
+        return [name for serving in self.servings for name in (*serving.model_names, *serving.lora_modules)]
 
     async def start(self) -> None:
         """Load the only model, and raise what that raises; several are loaded when they are asked for."""
@@ -75,7 +76,7 @@ class Models:
         if name is None:
             return self.servings[0]
         for serving in self.servings:
-            if name in serving.model_names:
+            if name in serving.model_names or name in serving.lora_modules:
                 return serving
         raise ApiError(
             404,

@@ -264,6 +264,8 @@ class ScoreRequest(ModelBody):
     text_1: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     text_2: str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
     truncate_prompt_tokens: int | None = None
+    use_activation: bool = True
+    """False: the numbers of a head as they are."""
     priority: int = 0
 
     @model_validator(mode="after")
@@ -275,13 +277,30 @@ class ScoreRequest(ModelBody):
         return self
 
 
+class RerankDocument(Body):
+    text: str
+
+
 class RerankRequest(ModelBody):
     query: str
-    documents: Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+    documents: Annotated[list[str | RerankDocument], Field(min_length=1, max_length=MAX_PROMPTS)]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool = True
     truncate_prompt_tokens: int | None = None
+    use_activation: bool = True
+    """False: the numbers of a head as they are."""
     priority: int = 0
+
+
+class LoadLoraRequest(Body):
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: Annotated[str, Field(min_length=1)]
+
+
+class UnloadLoraRequest(Body):
+    lora_name: str
+    lora_int_id: int | None = None
+    """A label, which changes nothing."""
 
 
 class TokenizeRequest(ModelBody):

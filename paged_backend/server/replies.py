@@ -24,6 +24,7 @@ class ModelReply(BaseModel):
     created: int
     owned_by: str
     root: str
+    parent: str | None
     max_model_len: int
 
 

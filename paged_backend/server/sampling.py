@@ -6,6 +6,7 @@ from typing import Any
 
 from paged_backend import RepetitionDetection, StructuredOutputsParams
 from paged_backend.server.protocol import ChatRequest, CompletionRequest, GenerationBody, JsonSchema, ResponseFormat
+from paged_backend.server.serving import Serving
 
 _SAME_NAMES = (
     "n",
@@ -73,5 +74,10 @@ def chat_sampling(body: ChatRequest) -> dict[str, Any]:
     return given
 
 
-def request_options(body: GenerationBody, timeout: float | None) -> dict[str, Any]:
-    return {"priority": body.priority, "cache_salt": body.cache_salt, "timeout": timeout}
+def request_options(body: GenerationBody, serving: Serving) -> dict[str, Any]:
+    return {
+        "priority": body.priority,
+        "cache_salt": body.cache_salt,
+        "timeout": serving.settings.request_timeout,
+        "lora_request": serving.lora_request(body.model),
+    }

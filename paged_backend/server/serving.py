@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from paged_backend import LLM, EngineError, EngineStats
+from paged_backend import LLM, EngineError, EngineStats, LoRARequest
 from paged_backend.server.errors import ApiError
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.settings import ServerSettings
@@ -44,6 +44,8 @@ class Serving:
         """`make` loads it, unless `llm` is there already; `num_bytes_needed` tells what that will take, if it can."""
         self.settings = settings
         self.model_names = names or settings.served_model_names or (model,)
+        self.lora_modules = {name: LoRARequest(name, path) for name, path in settings.lora_modules.items()}
+        """The adapters that are served, by their names."""
         self.metrics = Metrics(self.model_names[0])
         self.num_bytes_needed = num_bytes_needed
         self.max_model_len: int | None = None
@@ -93,7 +95,14 @@ class Serving:
                 loop.call_soon_threadsafe(_settle, made, llm, error)
 
         threading.Thread(target=run, name="paged-backend loading", daemon=True).start()
-        self._take(await made)
+        llm = await made
+        try:
+            for wanted in self.lora_modules.values():
+                await self.prepare(llm.add_lora, wanted)
+        except BaseException:
+            llm.close()
+            raise
+        self._take(llm)
 
     async def unload(self) -> None:
         """Give the engine's memory back. Nobody may be using it."""
@@ -109,6 +118,10 @@ class Serving:
 
     def model_name(self, asked: str | None) -> str:
         return asked or self.model_names[0]
+
+    def lora_request(self, name: str | None) -> LoRARequest | None:
+        """The adapter that answers when a model is called so; None for the model itself."""
+        return None if name is None else self.lora_modules.get(name)
 
     async def prepare(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """The result of a function that renders, tokenises or compiles, run in a thread."""

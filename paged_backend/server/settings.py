@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from paged_backend import ConfigError
 
@@ -24,6 +25,10 @@ class ServerSettings:
     """A unix socket's path, instead of host and port."""
     served_model_names: tuple[str, ...] = ()
     """What requests may call the model; the first is what answers call it. Empty: the model as it was given."""
+    lora_modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """LoRA adapters by the names that requests call them, in place of the model's: the folder of each."""
+    allow_lora_updating: bool = False
+    """Whether clients may load and unload adapters, from any folder that the server can read."""
     api_keys: tuple[str, ...] = ()
     """Requests need one of them as their bearer token; empty: no key is asked for."""
     metrics_port: int | None = None
@@ -63,6 +68,8 @@ class ServerSettings:
                 raise ConfigError(f"{name}={value} is out of range: it must be > 0")
         if (self.ssl_keyfile is not None) and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given without ssl_certfile; give both")
+        if taken := next((name for name in self.lora_modules if name in self.served_model_names), None):
+            raise ConfigError(f"lora_modules has the name {taken!r}, which is the model's; choose another one")
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key is empty; it must have at least one character")
         if self.log_level not in LOG_LEVELS:

@@ -13,7 +13,16 @@ from paged_backend import EmbeddingRequestOutput
 
 Embedding = list[float]
 
-_OPTIONS = ("pooling", "normalize", "dimensions", "truncate_prompt_tokens", "timeout", "priority", "cache_salt")
+_OPTIONS = (
+    "pooling",
+    "normalize",
+    "dimensions",
+    "truncate_prompt_tokens",
+    "timeout",
+    "priority",
+    "cache_salt",
+    "lora_request",
+)
 
 
 class PagedEmbedding(EngineUser, BaseEmbedding):
@@ -46,6 +55,8 @@ class PagedEmbedding(EngineUser, BaseEmbedding):
     """Lower is served first; None is 0."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    lora_request: Any = None
+    """The LoRA adapter that answers: a `paged_backend.LoRARequest`. The engine needs `enable_lora=True`."""
 
     @model_validator(mode="after")
     def _tell_the_name(self) -> Self:

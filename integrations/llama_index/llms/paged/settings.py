@@ -49,6 +49,8 @@ class RequestSettings(BaseModel):
     """Lower is served first; None is 0."""
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests of the same salt."""
+    lora_request: Any = None
+    """The LoRA adapter that answers: a `paged_backend.LoRARequest`. The engine needs `enable_lora=True`."""
     chat_template: str | None = None
     """A Jinja template instead of the model's own."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -58,7 +60,7 @@ class RequestSettings(BaseModel):
 
 
 TEMPLATE_OPTIONS = ("chat_template", "chat_template_kwargs", "continue_final_message")
-REQUEST_OPTIONS = ("timeout", "priority", "cache_salt")
+REQUEST_OPTIONS = ("timeout", "priority", "cache_salt", "lora_request")
 TOOL_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
 OPTIONS = (*TEMPLATE_OPTIONS, *TOOL_OPTIONS, *REQUEST_OPTIONS)
 

@@ -1,0 +1,81 @@
+"""The low-rank weights of several adapters for one layer, and which rows are whose: made once, used in many calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+_MANY_ROWS = 16
+"""Of one adapter: on a CPU, two products by torch are faster than going row by row."""
+
+
+class Piece(NamedTuple):
+    """What an adapter adds to some columns of a layer's output."""
+
+    first: int
+    """The first of these columns."""
+    shrink: Tensor
+    """[R, K]"""
+    expand: Tensor
+    """[R, N] for N columns."""
+
+
+class Pointers(NamedTuple):
+    """Pieces as the CPU's kernel reads them. Each array is [adapters, most pieces]; an adapter with fewer has pieces
+    of rank 0."""
+
+    shrinks: NDArray[np.int64]
+    """Addresses."""
+    expands: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    widths: NDArray[np.int64]
+
+
+class LowRankAdapters:
+    """The pieces of each adapter for one layer; an adapter that does not change it has none."""
+
+    def __init__(self, pieces: Sequence[Sequence[Piece]]) -> None:
+        self.pieces = pieces
+        self.is_empty = not any(pieces)
+
+    @functools.cached_property
+    def pointers(self) -> Pointers:
+        shape = (5, len(self.pieces), max(map(len, self.pieces)))
+        table = np.zeros(shape, np.int64)
+        for row, of_adapter in enumerate(self.pieces):
+            for column, (first, shrink, expand) in enumerate(of_adapter):
+                assert shrink.is_contiguous() and expand.is_contiguous()
+                sizes = (shrink.shape[0], first, expand.shape[1])
+                table[:, row, column] = (shrink.data_ptr(), expand.data_ptr(), *sizes)
+        shrinks, expands, ranks, firsts, widths = table
+        return Pointers(shrinks, expands, ranks, firsts, widths)
+
+    @functools.cached_property
+    def cost(self) -> int:
+        """Most weights that a row is multiplied with."""
+        return max(sum(one.shrink.numel() + one.expand.numel() for one in pieces) for pieces in self.pieces)
+
+
+class RowIndex:
+    """Which adapter each row has, by its place among the adapters; -1 for none."""
+
+    def __init__(self, index: NDArray[np.int32], num_adapters: int) -> None:
+        """index [M]"""
+        self.index = index
+        counts = np.bincount(index + 1, minlength=num_adapters + 1)[1:]
+        many = map(int, np.flatnonzero(counts > _MANY_ROWS))
+        self.of_many = [(number, np.flatnonzero(index == number)) for number in many]
+        """The adapters with many rows, and the rows of each."""
+        has_few = np.append((counts > 0) & (counts <= _MANY_ROWS), False)  # the last one is that of rows with none
+        self.few = np.flatnonzero(has_few[index])
+        """The rows of all others."""
+        self.adapters_of_few = index[self.few].astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.index)

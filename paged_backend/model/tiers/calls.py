@@ -1,0 +1,93 @@
+"""A step cut into calls, for models that cannot take a pack: each call has sequences with equally many new tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paged_backend.engine.request import Sequence
+from paged_backend.engine.scheduler import ScheduledSequence
+from paged_backend.model.attention import AttentionMetadata
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of one sequence that one call computes."""
+
+    sequence: Sequence
+    start: int
+    """The first token's position."""
+    token_ids: list[int]
+    row: int
+    """Where the first one would be in a pack of the whole step."""
+    num_wanted: int
+    """Of how many of the last ones the logits are wanted."""
+
+    @property
+    def wanted(self) -> range:
+        return range(len(self.token_ids) - self.num_wanted, len(self.token_ids))
+
+
+def cut_into_calls(scheduled: list[ScheduledSequence], *, whole_prompts: bool, one_by_one: bool) -> list[list[Piece]]:
+    """A chunk of a prompt has a call of its own; sequences that compute one token share one.
+
+    With `whole_prompts`, a model goes on from what it has only one token at a time, so that what follows a first chunk
+    is cut into tokens. With `one_by_one`, no two sequences share a call.
+    """
+    alone: list[list[Piece]] = []
+    rounds: list[list[Piece]] = []  # round i: the i-th single tokens
+    row = 0
+    for item in scheduled:
+        piece = Piece(item.sequence, item.sequence.num_computed_tokens, item.token_ids, row, item.num_logits)
+        row += item.num_tokens
+        if piece.start == 0 or (item.num_tokens > 1 and not whole_prompts):
+            alone.append([piece])
+            continue
+        for index, single in enumerate(_single_tokens(piece)):
+            if one_by_one:
+                alone.append([single])
+                continue
+            if index == len(rounds):
+                rounds.append([])
+            rounds[index].append(single)
+    return alone + rounds
+
+
+def _single_tokens(piece: Piece) -> list[Piece]:
+    return [
+        Piece(piece.sequence, piece.start + i, [token_id], piece.row + i, int(i in piece.wanted))
+        for i, token_id in enumerate(piece.token_ids)
+    ]
+
+
+class CallInputs:
+    """The tensors of one call of B sequences with S new tokens each."""
+
+    def __init__(self, pieces: list[Piece], device: torch.device) -> None:
+        self._pieces, self._device = pieces, device
+        self.num_new = len(pieces[0].token_ids)
+        self.longest_before = max(piece.start for piece in pieces)
+        self.input_ids = self._tensor(np.array([piece.token_ids for piece in pieces], np.int64))
+        """[B, S]"""
+        self._positions = np.array([[piece.start] for piece in pieces], np.int64) + np.arange(self.num_new)
+        self.positions = self._tensor(self._positions)
+        """[B, S]"""
+
+    def metadata(self, block_size: int) -> AttentionMetadata:
+        """Where they are in the pages, as if they were packed."""
+        tables = [piece.sequence.block_table for piece in self._pieces]
+        block_tables = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for row, table in enumerate(tables):
+            block_tables[row, : len(table)] = table
+        blocks = np.take_along_axis(block_tables, self._positions // block_size, axis=1).astype(np.int64)
+        return AttentionMetadata(
+            slot_mapping=self._tensor((blocks * block_size + self._positions % block_size).reshape(-1)),
+            block_tables=self._tensor(block_tables),
+            query_start_loc=self._tensor(np.arange(len(tables) + 1, dtype=np.int32) * self.num_new),
+            seq_lens=self._tensor(self._positions[:, -1].astype(np.int32) + 1),
+        )
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

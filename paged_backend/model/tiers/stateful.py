@@ -1,0 +1,60 @@
+"""Convolutions, recurrences and linear attention: a state per sequence, beside paged attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paged_backend.model.attention import PAGED, LayerRecorder, LayerSpec, PagedLayers, attention_layers
+from paged_backend.model.kv_cache import LayerCache
+from paged_backend.model.linear import unpack_projections
+from paged_backend.model.model_call import ModelCall
+from paged_backend.model.tiers.calls import CallInputs, Piece
+from paged_backend.model.tiers.step_cache import StepCache
+
+
+class StatefulTier:
+    """The model's attention layers use pages; `sequence.model_state` has the states of its other layers."""
+
+    implementation: str | None = PAGED
+    token_bytes = 0
+
+    def __init__(self, model: Any, call: ModelCall, block_size: int) -> None:
+        self._model, self._config, self._device = model, model.config, model.device
+        self._call = call
+        self._block_size = block_size
+        self._specs: list[LayerSpec] = []
+        self._kv_cache: list[LayerCache] = []
+        self.state_bytes = 0
+
+    def record(self, token_ids: Tensor) -> list[LayerSpec]:
+        recorder = LayerRecorder()
+        num_tokens = token_ids.shape[1]
+        cache = StepCache(self._config, recorder, num_before=0, num_new=num_tokens, states=[None])
+        with attention_layers(recorder):
+            self._call(token_ids, torch.arange(num_tokens, device=self._device)[None], cache=cache)
+        self.state_bytes = cache.states()[0].num_bytes
+        self._specs = recorder.specs
+        unpack_projections(self._model)
+        return self._specs
+
+    def attach(self, kv_cache: list[LayerCache]) -> None:
+        self._kv_cache = kv_cache
+
+    def compute(self, pieces: list[Piece], keep: Tensor | None) -> Tensor:
+        inputs = CallInputs(pieces, self._device)
+        layers = PagedLayers(self._specs, self._kv_cache, inputs.metadata(self._block_size))
+        cache = StepCache(
+            self._config,
+            layers,
+            num_before=inputs.longest_before,
+            num_new=inputs.num_new,
+            states=[piece.sequence.model_state if piece.start else None for piece in pieces],
+        )
+        with attention_layers(layers):
+            logits = self._call(inputs.input_ids, inputs.positions, keep, cache=cache)
+        for piece, state in zip(pieces, cache.states(), strict=True):
+            piece.sequence.model_state = state
+        return logits

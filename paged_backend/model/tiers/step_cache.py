@@ -1,0 +1,140 @@
+"""The cache object that a model gets for one call: what is in it goes to the pages, or stays with the sequences."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+
+class Pages(Protocol):
+    """What takes keys and values."""
+
+    def update(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes those of this call's tokens, [B, K, S, D] each; returns what the model attends to."""
+        ...
+
+
+class LinearState(NamedTuple):
+    """What one convolution or recurrence has of one sequence."""
+
+    conv: Tensor | None
+    recurrent: Tensor | None
+    conv_kernel_size: int | None
+
+
+class SequenceState(NamedTuple):
+    """What all of a model's convolutions and recurrences have of one sequence after its computed tokens.
+
+    A value: a step makes new ones, so that forks share it.
+    """
+
+    layers: tuple[LinearState, ...]
+
+    def copy(self) -> Self:
+        return self
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (tensor for layer in self.layers for tensor in layer[:2] if tensor is not None)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class StepCache(DynamicCache):  # type: ignore[misc]
+    """Made for one call with B sequences. Each has had `num_before` tokens, or fewer and is padded on the left."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        pages: Pages,
+        *,
+        num_before: int,
+        num_new: int,
+        states: list[SequenceState | None],
+    ) -> None:
+        super().__init__(config=config)
+        self._pages = pages
+        self._num_before, self._num_new = num_before, num_new
+        self._num_sequences = len(states)
+        first = states[0] if states else None
+        if first is not None:
+            assert all(state is not None for state in states)
+            columns = zip(*(state.layers for state in states if state is not None), strict=True)
+            for (layer, index), column in zip(self._places(), columns, strict=True):
+                _fill(layer, index, column)
+
+    def states(self) -> list[SequenceState]:
+        """Of each sequence, after the call."""
+        return [
+            SequenceState(tuple(_state(layer, index, row) for layer, index in self._places()))
+            for row in range(self._num_sequences)
+        ]
+
+    def _places(self) -> list[tuple[Any, int]]:
+        return [(layer, index) for layer in _linear_layers(self) for index in range(layer.number_of_states)]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self._pages.update(layer_idx, key_states, value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """An indexer's keys [B, S, D] have pages of their own, which go by the complement of the layer's number."""
+        indexed, _ = self._pages.update(~layer_idx, indexer_key_states[:, None], indexer_key_states[:, None, :, :0])
+        return indexed[:, 0]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._num_before
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self._num_before
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._num_before + self._num_new, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+def keeps_state(config: PreTrainedConfig) -> bool:
+    """Whether the model's own cache has states of convolutions or recurrences."""
+    try:
+        return bool(_linear_layers(DynamicCache(config=config)))
+    except Exception:  # whatever a config without the usual fields makes it raise
+        return False
+
+
+def _linear_layers(cache: DynamicCache) -> list[Any]:
+    return [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+
+def _fill(layer: Any, index: int, states: tuple[LinearState, ...]) -> None:
+    first = states[0]
+    if first.conv is not None:
+        layer.conv_states[index] = torch.stack([state.conv for state in states if state.conv is not None])
+        layer.is_conv_states_initialized[index] = True
+        layer.conv_kernel_size[index] = first.conv_kernel_size
+    if first.recurrent is not None:
+        layer.recurrent_states[index] = torch.stack([item.recurrent for item in states if item.recurrent is not None])
+        layer.is_recurrent_states_initialized[index] = True
+    layer.has_previous_state[index] = True
+    known = first.conv if first.conv is not None else first.recurrent
+    if known is not None:
+        layer.device, layer.dtype = known.device, known.dtype
+
+
+def _state(layer: Any, index: int, row: int) -> LinearState:
+    conv, recurrent = layer.conv_states[index], layer.recurrent_states[index]
+    return LinearState(_row(conv, row), _row(recurrent, row), layer.conv_kernel_size[index])
+
+
+def _row(states: Tensor | None, row: int) -> Tensor | None:
+    """Its own memory, so that one sequence's state does not keep those of a whole batch."""
+    if states is None:
+        return None
+    return states[row] if states.shape[0] == 1 else states[row].clone()

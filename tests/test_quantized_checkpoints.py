@@ -1,0 +1,223 @@
+"""Checkpoints that somebody else has quantised: each holds what a dense model, which the test knows, holds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from helpers_models import make_model, save_model
+from helpers_packed import GROUP, awq, gptq, random_layer
+from paged_backend import LLM, ModelError, SamplingParams
+from paged_backend.config import EngineConfig
+from paged_backend.model.loader import load
+
+
+def save_packed(folder: Path, settings: dict[str, Any], make: Any, **options: Any) -> dict[str, Tensor]:
+    """Replace the linear layers of a checkpoint by packed ones; the dense weights by name."""
+    save_model(folder, model=make_model("llama"), config={"quantization_config": settings, "dtype": "float16"})
+    state = load_file(folder / "model.safetensors")
+    dense = dict(state)
+    for seed, name in enumerate(sorted(state)):
+        if name.endswith("_proj.weight"):
+            tensors, dense[name] = make(tuple(state.pop(name).shape), seed, **options)
+            state |= {name.removesuffix("weight") + part: tensor for part, tensor in tensors.items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return dense
+
+
+def assert_holds(folder: Path, dense: dict[str, Tensor]) -> None:
+    """The model that is loaded has these weights, and runs on its own code as on the fused decoder."""
+    loaded = load(folder, None, EngineConfig(device="cpu", dtype="float32"))
+    state = loaded.model.state_dict()
+    assert state.keys() == dense.keys()
+    for name, tensor in dense.items():
+        torch.testing.assert_close(state[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("version", [1, 2])
+def test_gptq_is_unpacked(
+    tmp_path: Path, bits: int, act_order: bool, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": act_order, "sym": False}
+    settings |= {"checkpoint_format": "gptq_v2"} if version == 2 else {}
+    dense = save_packed(tmp_path, settings, gptq, bits=bits, act_order=act_order, version=version)
+    with caplog.at_level(logging.INFO):
+        assert_holds(tmp_path, dense)
+    assert "quantised by gptq, are unpacked to torch.float32" in caplog.text
+
+
+def test_awq_is_unpacked(tmp_path: Path) -> None:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    assert_holds(tmp_path, save_packed(tmp_path, settings, awq))
+
+
+def test_an_unpacked_model_generates_what_the_dense_one_does(tmp_path: Path) -> None:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    dense = make_model("llama")
+    dense.load_state_dict(save_packed(tmp_path, settings, awq))
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    with LLM(tmp_path, dtype="float32", kv_cache_memory="4MiB") as llm:
+        (output,) = llm.generate(list(range(40, 60)), params)
+    right = dense.generate(torch.arange(40, 60)[None], max_new_tokens=10, do_sample=False, eos_token_id=None)
+    assert output.outputs[0].token_ids == right[0, 20:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ with 3 bits.*available: 2, 4, 8 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'.*'gemm'"),
+        ({"quant_method": "vptq"}, "cannot be loaded.*can be loaded: GGUF"),
+        ({"quant_method": "never heard of"}, "lacks weights.*can be loaded: GGUF"),
+    ],
+)
+def test_what_cannot_be_unpacked_is_refused_and_alternatives_are_named(
+    tmp_path: Path, settings: dict[str, Any], match: str
+) -> None:
+    save_packed(tmp_path, settings, gptq, bits=4, act_order=False, version=1)
+    with pytest.raises(ModelError, match=match):
+        load(tmp_path, None, EngineConfig(device="cpu"))
+
+
+def test_a_bias_that_has_no_place_is_not_dropped_unless_it_is_zero(tmp_path: Path) -> None:
+    save_packed(tmp_path, {"quant_method": "gptq", "bits": 4}, gptq, bits=4, act_order=False, version=1)
+    state = load_file(tmp_path / "model.safetensors")
+    state["model.layers.0.mlp.up_proj.bias"] += 1
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"no place for.*layers\.0\.mlp\.up_proj\.bias"):
+        load(tmp_path, None, EngineConfig(device="cpu"))
+
+
+# --- sharded and pickled files ---
+
+
+def test_files_in_parts_are_read_together(tmp_path: Path) -> None:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    dense = save_packed(tmp_path, settings, awq)
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(state)
+    weight_map = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    for part in set(weight_map.values()):
+        save_file({name: state[name] for name in names if weight_map[name] == part}, tmp_path / part)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert_holds(tmp_path, dense)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"lacks model-00002-of-00002\.safetensors"):
+        load(tmp_path, None, EngineConfig(device="cpu"))
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_pickled_weights_run_no_code(tmp_path: Path, is_packed: bool) -> None:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    dense = save_packed(tmp_path, settings, awq) if is_packed else load_file(save_model(tmp_path) / "model.safetensors")
+    state = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    assert_holds(tmp_path, dense)
+    torch.save(state | {"more": Path()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="cannot be"):
+        load(tmp_path, None, EngineConfig(device="cpu"))
+
+
+def test_block_wise_fp8_is_unpacked_by_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    save_model(tmp_path, model=make_model("llama"), config={"quantization_config": settings, "dtype": "bfloat16"})
+    state = load_file(tmp_path / "model.safetensors")
+    dense = dict(state)
+    for name in sorted(state):
+        if name.endswith("_proj.weight"):
+            scale = torch.rand(state[name].shape[0] // 16, state[name].shape[1] // 16) + 0.5
+            state[name] = state[name].to(torch.float8_e4m3fn)
+            state[f"{name}_scale_inv"] = scale
+            dense[name] = state[name].float() * scale.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(tmp_path, None, EngineConfig(device="cpu", dtype="float32"))
+    for name, tensor in loaded.model.state_dict().items():
+        torch.testing.assert_close(tensor.float(), dense[name].float(), rtol=1e-2, atol=1e-3)
+
+
+# --- what transformers loads ---
+
+
+def bitsandbytes_config(bits: int) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
+
+
+def torchao_config() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # these packages warn of much
+@pytest.mark.parametrize(
+    ("package", "make"),
+    [
+        ("bitsandbytes", lambda: bitsandbytes_config(8)),
+        ("bitsandbytes", lambda: bitsandbytes_config(4)),
+        ("torchao", torchao_config),
+    ],
+)
+def test_packages_of_transformers_are_served(package: str, make: Any, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    plain = save_model(tmp_path / "plain", model=make_model("llama"))
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, quantization_config=make(), device_map="cpu", dtype=torch.float32
+    )
+    model.save_pretrained(tmp_path / "packed")
+    prompt = list(range(40, 60))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(tmp_path / "packed", dtype="float32", kv_cache_memory="4MiB") as llm:
+        (output,) = llm.generate(prompt, params)
+    right = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert output.outputs[0].token_ids == right[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compressed_tensors_are_served(tmp_path: Path) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    save_model(tmp_path, model=make_model("llama"), config={"quantization_config": settings, "dtype": "float32"})
+    state = load_file(tmp_path / "model.safetensors")
+    dense = dict(state)
+    for seed, name in enumerate(sorted(state)):
+        if name.endswith("_proj.weight"):
+            integers, _, scales, groups = random_layer(tuple(state.pop(name).shape), 4, seed)
+            integers, scales = integers - 8, scales.float().T.contiguous()
+            dense[name] = integers * scales[:, groups]
+            state[f"{name}_packed"] = compressors.pack_to_int32(integers.to(torch.int8), 4)
+            state[f"{name}_scale"] = scales
+            state[f"{name}_shape"] = torch.tensor(integers.shape)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    right = make_model("llama")
+    right.load_state_dict(dense)
+    prompt = list(range(40, 60))
+    with LLM(tmp_path, dtype="float32", kv_cache_memory="4MiB") as llm:
+        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    expected = right.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
