@@ -201,12 +201,11 @@ def _paged_attention(
         sinks,
         alibi_slopes,
     )
-    if num_threads == 1 or cost_of(items, group, 0, len(items)) < _SERIAL_COST:
-        _attend_items(batch, items)
-    else:
-        bounds = share(items, group, num_threads)
-        for thread in numba.prange(num_threads):
-            _attend_items(batch, items[bounds[thread] : bounds[thread + 1]])
+    # One loop for one part or many: a call outside of it would double the code, and the time that compiling it takes.
+    num_parts = num_threads if cost_of(items, group, 0, len(items)) >= _SERIAL_COST else 1
+    bounds = share(items, group, num_parts)
+    for part in numba.prange(num_parts):
+        _attend_items(batch, items[bounds[part] : bounds[part + 1]])
     if num_partials:
         _merge_items(batch, items)  # under 1 % of the work
 
