@@ -13,8 +13,7 @@ from torch import nn
 from helpers_models import make_model, save_model
 from paged_backend import LLM, SamplingParams
 from paged_backend.model.decoder import FusedDecoder
-from paged_backend.model.linear import FastLinear, Linear, PackedLinear, pack_linears, speed_up_linears
-from paged_kernels.vector import BFLOAT16_IS_FAST
+from paged_backend.model.linear import FastLinear, Linear, speed_up_linears
 
 PROMPTS = [list(range(40, 75)), [7], list(range(3, 20)) * 2]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -99,27 +98,3 @@ def test_sped_up_layers_share_their_parameters_and_see_them_change() -> None:
         torch.testing.assert_close(model(token_ids).logits.float(), expected, rtol=0.1, atol=0.3)
         model.lm_head.weight.zero_()
         assert not model(token_ids).logits.any()
-
-
-@pytest.mark.skipif(not BFLOAT16_IS_FAST, reason="this CPU multiplies bfloat16 no faster than float32")
-def test_weights_that_are_not_shared_are_packed_and_held_once() -> None:
-    model = make_model("llama", tie_word_embeddings=True, head_dim=32).to(torch.bfloat16)
-    token_ids = torch.arange(30)[None]
-    with torch.inference_mode():
-        expected = model(token_ids).logits.float()
-        pack_linears(model)
-        torch.testing.assert_close(model(token_ids).logits.float(), expected, rtol=0.1, atol=0.3)
-    assert {name for name, parameter in model.named_parameters() if parameter.dim() == 2} == {
-        "model.embed_tokens.weight"
-    }
-    assert type(model.lm_head) is nn.Linear
-    assert FusedDecoder.can_run(model)
-
-
-@pytest.mark.skipif(not BFLOAT16_IS_FAST, reason="this CPU multiplies bfloat16 no faster than float32")
-def test_a_packed_layer_gives_back_the_weights_it_was_made_of() -> None:
-    model = nn.Sequential(nn.Linear(50, 70, dtype=torch.bfloat16).requires_grad_(False))
-    weight = model[0].weight
-    pack_linears(model)
-    assert isinstance(model[0], PackedLinear)
-    assert torch.equal(model[0].weight, weight)

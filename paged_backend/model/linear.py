@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from typing import Self
 
@@ -11,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import paged_kernels
-from paged_backend.model.mapped_files import MappedFiles
 from paged_kernels import PackedWeight
-from paged_kernels.packing import LEAST_COLUMNS, can_be_merged, merge, pack, split
-from paged_kernels.vector import BFLOAT16_IS_FAST
+from paged_kernels.packing import can_be_merged, merge, split
 
 _FEW_ROWS = 16
 _READ_AS_A_MATRIX = "kv_b_proj"  # latents.py multiplies with its weights at each call
@@ -123,26 +120,6 @@ def speed_up_linears(model: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu":
                 setattr(parent, name, FastLinear(child))
-
-
-def pack_linears(model: nn.Module) -> None:
-    """Pack the bfloat16 weights of linear layers on a CPU that multiplies bfloat16 fast, one layer after the other.
-
-    Weights that are shared, as those of `lm_head` may be with the embeddings, stay as they are.
-    """
-    if not BFLOAT16_IS_FAST or _has_tiles():
-        return
-    files = MappedFiles()
-    users = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or users[id(child.weight)] > 1 or child.out_features < LEAST_COLUMNS:
-                continue
-            if name == _READ_AS_A_MATRIX:
-                continue
-            if child.weight.dtype == torch.bfloat16 and child.weight.device.type == "cpu":
-                setattr(parent, name, PackedLinear(pack(child.weight, 16), child.bias, torch.bfloat16))
-                files.let_go([child.weight])
 
 
 def unpack_projections(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ from paged_backend.model.attention import (
 from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.inputs import StepInputs, step_inputs
 from paged_backend.model.kv_cache import LayerCache
-from paged_backend.model.linear import pack_linears, speed_up_linears, unpack_projections
+from paged_backend.model.linear import speed_up_linears, unpack_projections
 from paged_backend.model.loader import LoadedModel
 from paged_backend.model.lora import AdapterStore, StepAdapters, adapted
 from paged_backend.model.memory import room_for
@@ -254,8 +254,6 @@ class ModelRunner:
         self._grouped = None
         if trial.loaded.is_quantized:
             return trial.check()
-        if trial.loaded.owns_weights:
-            pack_linears(self._model)
         if trial.loaded.owns_weights and FusedDecoder.can_run(self._model):
             self._decoder = FusedDecoder(self._model)
             try:
@@ -271,8 +269,6 @@ class ModelRunner:
         self._grouped = GroupedRun(
             tier, whole_prompts=way.whole_prompts, one_by_one=way.tier is Tier.OWN_CACHE, head=self._head()
         )
-        if trial.loaded.owns_weights:
-            pack_linears(self._model)
         speed_up_linears(self._model)
         return trial.check()
 
