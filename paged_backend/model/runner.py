@@ -317,7 +317,7 @@ def _set_attention(model: Any, implementation: str) -> None:
 
 def _tell_of_compilation() -> None:
     # A warning, so that those see it who have not set up logging, and wonder what takes so long.
-    logger.warning("compiling kernels for this CPU: once per machine, about 20 seconds")
+    logger.warning("compiling kernels for this CPU: once per machine, less than a minute")
 
 
 def _twin(model: Any) -> Any:
