@@ -46,18 +46,14 @@ def chat_paged(model: str, num_tokens: int) -> Answer:
     return lambda questions: _done(chat.batch(questions), questions)
 
 
-def chat_hugging_face(model: str, num_tokens: int, max_concurrency: int | None = None) -> Answer:
-    """None is the default: a thread for each question, as far as the machine has them."""
+def chat_hugging_face(model: str, num_tokens: int) -> Answer:
+    """In threads, as many as `batch` likes: faster than one question after the other."""
     from langchain_huggingface import ChatHuggingFace
 
     pipeline, folder = _pipeline(model, batch_size=1)
     chat = ChatHuggingFace(llm=pipeline, model_id=folder)
 
-    def answer(questions: list[str]) -> None:
-        config = {"max_concurrency": max_concurrency}
-        _done(chat.batch(questions, config, pipeline_kwargs=_greedy(num_tokens)), questions)
-
-    return answer
+    return lambda questions: _done(chat.batch(questions, pipeline_kwargs=_greedy(num_tokens)), questions)
 
 
 def hugging_face_pipeline(model: str, num_tokens: int, batch_size: int = 4) -> Answer:
@@ -96,10 +92,6 @@ ENGINES: dict[str, tuple[Callable[[str, int], Answer], str]] = {
     "LLM.chat": (llm_chat, "paged_backend"),
     "ChatPaged.batch": (chat_paged, "langchain_paged"),
     "ChatHuggingFace.batch": (chat_hugging_face, "langchain_huggingface"),
-    "ChatHuggingFace.batch, max_concurrency=1": (
-        functools.partial(chat_hugging_face, max_concurrency=1),
-        "langchain_huggingface",
-    ),
     "HuggingFacePipeline.batch": (hugging_face_pipeline, "langchain_huggingface"),
     "HuggingFacePipeline(batch_size=32).batch": (
         functools.partial(hugging_face_pipeline, batch_size=32),
