@@ -374,9 +374,6 @@ def often_copies(prompt_ids: list[int], output_ids: list[int], logits: torch.Ten
 @pytest.mark.parametrize("num_blocks", [200, 26])
 def test_real_models_generate_the_same_tokens_with_it(architecture: str, num_blocks: int) -> None:
     model = make_model(architecture)
-    num_blocks = (
-        (14 if architecture == "mistral" else 26) if is_crowded else 200
-    )  # blocks behind windows are given back
     prompts = [[7, 30, 7, 30, 7, 30, 7, 30], [5, 6, 8, 9] * 6, [3] * 9, list(range(100, 120))]
     params = [
         SamplingParams(max_tokens=24, ignore_eos=True, logprobs=1, **options)
