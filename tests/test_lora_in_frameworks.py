@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from langchain_core.caches import InMemoryCache
 from llama_index.core.base.llms.types import ChatMessage
 
 import transformers_paged
+from helpers_langchain import num_finished
 from helpers_lora import greedy, merged, save_adapter
 from helpers_models import make_model, make_tokenizer
 from langchain_paged import ChatPaged, PagedEmbeddings, PagedLLM
@@ -40,6 +42,10 @@ def text_of(llm: LLM, adapter: LoRARequest | None, prompt: Any = CHAT) -> str:
     return output.outputs[0].text
 
 
+def _text(answer: Any) -> str:
+    return answer if isinstance(answer, str) else answer.content
+
+
 def test_langchain_takes_an_adapter_for_one_call_or_for_all(llm: LLM, request_: LoRARequest) -> None:
     plain, right = text_of(llm, None), text_of(llm, request_)
     chat = ChatPaged(llm=llm, **OPTIONS)
@@ -49,6 +55,19 @@ def test_langchain_takes_an_adapter_for_one_call_or_for_all(llm: LLM, request_: 
     assert PagedLLM(llm=llm, lora_request=request_, **OPTIONS).invoke("ab") == text_of(llm, request_, "ab")
     with_adapter = PagedEmbeddings(llm=llm, lora_request=request_).embed_query("ab")
     assert with_adapter != PagedEmbeddings(llm=llm).embed_query("ab")
+
+
+@pytest.mark.parametrize("adapter", [ChatPaged, PagedLLM])
+def test_an_llm_cache_answers_only_for_the_same_adapter(llm: LLM, request_: LoRARequest, adapter: Any) -> None:
+    cache = InMemoryCache()
+    plain, other = (adapter(llm=llm, cache=cache, **OPTIONS | more) for more in ({}, {"lora_request": request_}))
+    plain.invoke("ab")
+    before = num_finished(llm)
+    answer = other.invoke("ab")
+    assert num_finished(llm) == before + 1
+    answers = [other.invoke("ab"), plain.invoke("ab", lora_request=request_), plain.invoke("ab")]
+    assert [_text(one) == _text(answer) for one in answers] == [True, True, False]
+    assert num_finished(llm) == before + 1
 
 
 def test_llama_index_takes_an_adapter_for_one_call_or_for_all(llm: LLM, request_: LoRARequest) -> None:

@@ -136,7 +136,7 @@ def test_a_prompts_own_salt_counts_and_its_unknown_keys_are_refused() -> None:
             llm.generate({"prompt_token_ids": prompt, "cache_slat": "a"})
         with pytest.raises(InvalidRequestError, match="priority"):
             llm.generate(prompt, priorty=1)
-        with pytest.raises(InvalidRequestError, match="lora_request is not available"):
+        with pytest.raises(InvalidRequestError, match="must be a LoRARequest"):
             llm.generate(prompt, lora_request="x")
         assert llm.generate(prompt, lora_request=None)
 

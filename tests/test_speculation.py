@@ -395,7 +395,8 @@ def test_real_models_generate_the_same_tokens_with_it(architecture: str, num_blo
         logprobs.append([sample.cumulative_logprob for sample in samples])
         assert stats.num_free_blocks == stats.num_blocks
         assert (stats.num_accepted_tokens > 10) == (speculation is not None)
-        assert (stats.num_preemptions > 0) == (num_blocks < 100)
+        if architecture != "mistral":  # which gives the blocks behind its window back
+            assert (stats.num_preemptions > 0) == (num_blocks < 100)
     assert outputs[0] == outputs[1]
     assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-3), "what was computed beside drafts that were right"
 

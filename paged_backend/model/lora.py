@@ -102,7 +102,7 @@ class AdapterStore:
 
     def _read(self, folder: Path) -> dict[str, peft_checkpoint.LowRank]:
         low_ranks = peft_checkpoint.read(folder)
-        for module, low_rank in low_ranks.items():
+        for module, low_rank in sorted(low_ranks.items()):
             self._check(module, low_rank, folder)
         return low_ranks
 

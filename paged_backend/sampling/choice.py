@@ -27,7 +27,7 @@ def choose(logits: torch.Tensor, sequences: list[Sequence]) -> Ints:
     filters = (
         np.array([0.0 if item.is_greedy else item.temperature for item in params]),
         np.array([item.min_p for item in params], np.float64),
-        np.array([item.top_k for item in params], np.int64),
+        np.array([min(item.top_k, logits.shape[1]) for item in params], np.int64),
         np.array([item.top_p for item in params], np.float64),
         shares,
     )
