@@ -73,11 +73,13 @@ def test_crowded_and_mixed_batches_change_nothing() -> None:
     schemas = SCHEMAS[:24]
     bound = [make_params(i, json=schema) for i, schema in enumerate(schemas)]
     free = [make_params(100 + i, max_tokens=24) for i in range(8)]
-    with LLM("demo", num_gpu_blocks_override=48, enable_prefix_caching=False, max_model_len=512) as llm:
+    with LLM(
+        "demo", dtype="float32", num_gpu_blocks_override=48, enable_prefix_caching=False, max_model_len=512
+    ) as llm:
         outputs = answer(llm, bound + free)
         assert llm.stats().num_preemptions > 0
     check_valid(schemas, outputs[: len(bound)])
-    with LLM("demo", kv_cache_memory="256MiB") as llm:
+    with LLM("demo", dtype="float32", kv_cache_memory="256MiB") as llm:
         alone = [answer(llm, [params])[0].outputs[0].text for params in free]
     assert [output.outputs[0].text for output in outputs[len(bound) :]] == alone
 

@@ -188,10 +188,16 @@ class VersionReply(BaseModel):
     version: str
 
 
+_EVENT = {
+    "type": "object",
+    "description": "One server-sent event; its data are JSON, or [DONE].",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 OR_EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with stream=true, server-sent events.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {"schema": _EVENT}},
     }
 }
 ERRORS: dict[int | str, dict[str, Any]] = {
