@@ -38,7 +38,8 @@ def load(model: Path, precision: str, threads: int, options: dict[str, Any]) -> 
             sum(len(output.outputs[0].token_ids) for output in outputs),
         )
 
-    return protocol.Engine(generate, settings | options | environment)
+    names = ":".join(Path(library).name for library in environment["LD_PRELOAD"].split(":"))
+    return protocol.Engine(generate, settings | options | environment | {"LD_PRELOAD": names})
 
 
 if __name__ == "__main__":
