@@ -44,6 +44,28 @@ def encoded(texts: Sequence[str] = TEXTS, side: str = "left") -> dict[str, Tenso
     return dict(tokenizer(list(texts), return_tensors="pt", padding=True))
 
 
+class Held(LogitsProcessor):  # type: ignore[misc]
+    """Holds the engine up once a row has some tokens: however late its reader is, the row is not at its end by then.
+
+    In a `with` statement, whose end lets go.
+    """
+
+    def __init__(self, num_tokens: int = 40) -> None:
+        self._num_tokens, self._go_on = num_tokens, threading.Event()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= self._num_tokens:
+            self._go_on.wait(WAIT_SECONDS)
+        return scores
+
+    def __enter__(self) -> dict[str, Any]:
+        """Arguments of a `generate` call that ends by its length alone, and late."""
+        return {"max_new_tokens": 400, "eos_token_id": None, "pad_token_id": 3, "logits_processor": [self]}
+
+    def __exit__(self, *error: object) -> None:
+        self._go_on.set()
+
+
 def new_ids(output: Tensor, num_prompt_tokens: int) -> list[list[int]]:
     """What was generated in each row, without the padding after its end token."""
     rows = output[:, num_prompt_tokens:].tolist()

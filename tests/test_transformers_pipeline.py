@@ -170,8 +170,8 @@ def test_an_error_comes_in_its_place_and_the_others_are_not_lost(right: Any, pag
 
 def test_an_error_ends_a_list_and_leaves_nothing_running(llama: PreTrainedModel, paged: Any) -> None:
     before = num_ended(engine_of(llama).stats())
-    with pytest.raises(TypeError):
-        paged([None, *TEXTS], max_new_tokens=400, eos_token_id=None)
+    with Held() as arguments, pytest.raises(TypeError):
+        paged([None, *TEXTS], **arguments)
     wait_until(lambda: is_idle(engine_of(llama).stats()))
     assert num_ended(engine_of(llama).stats()) == before
     assert len(paged(TEXTS, **GREEDY)) == len(TEXTS)

@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from helpers import is_idle, num_ended, wait_until
 from helpers_models import make_model, make_tokenizer
-from helpers_transformers import cases, encoded, engine_of, on_engine, own_generate, same
+from helpers_transformers import Held, cases, encoded, engine_of, on_engine, own_generate, same
 from paged_backend import EngineError
 from transformers_paged.model import PagedGenerate
 
@@ -233,9 +233,8 @@ def test_a_streams_reader_never_waits_for_ever(llama: PreTrainedModel, arguments
 def test_an_error_in_a_streamer_aborts_and_ends_it(llama: PreTrainedModel) -> None:
     before = num_ended(engine_of(llama).stats())
     streamer = Recorder(fail_at=4)
-    arguments = encoded(["a"]) | {"max_new_tokens": 400, "eos_token_id": None, "pad_token_id": 3}
-    with pytest.raises(ConnectionResetError):
-        llama.generate(**arguments, streamer=streamer)
+    with Held() as arguments, pytest.raises(ConnectionResetError):
+        llama.generate(**encoded(["a"]), **arguments, streamer=streamer)
     assert (len(streamer.calls), streamer.calls[-1]) == (5, "end")
     wait_until(lambda: is_idle(engine_of(llama).stats()))
     assert num_ended(engine_of(llama).stats()) == before
@@ -329,8 +328,8 @@ def test_an_interrupted_call_aborts_its_requests(llama: PreTrainedModel) -> None
             raise KeyboardInterrupt
 
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        llama.generate(**encoded(), max_new_tokens=400, stopping_criteria=[Interrupt()])
+    with Held() as arguments, pytest.raises(KeyboardInterrupt):
+        llama.generate(**encoded(), **arguments, stopping_criteria=[Interrupt()])
     wait_until(lambda: is_idle(engine_of(llama).stats()))
     assert num_ended(engine_of(llama).stats()) == before
     assert time.monotonic() - start < 20
