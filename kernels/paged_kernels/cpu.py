@@ -26,8 +26,8 @@ from paged_kernels.vector import BFLOAT16_IS_FAST, LANES, from_float32, to_float
 
 _SERIAL_COST = 18000  # about 20 µs: a batch below is not worth other threads, least of all on a busy machine
 
-_NO_HEADS = np.empty(0, np.float32)
-_NO_SCALES = np.empty((0, 0, 0), np.uint16)
+NO_HEADS = np.empty(0, np.float32)
+NO_SCALES = np.empty((0, 0, 0), np.uint16)
 _SINGLE = np.empty(0, np.float32)
 _PAIR = np.empty(0, np.int32)
 
@@ -46,9 +46,9 @@ def store_kv(
     slots = slot_mapping.numpy()
     for rows, cache, scales in ((key, k_cache, k_scales), (value, v_cache, v_scales)):
         if scales is None:
-            _store(*_rows(rows), array_of(cache), slots)
+            store(*_rows(rows), array_of(cache), slots)
         else:
-            _quantize(*_rows(rows), array_of(cache), array_of(scales), slots)
+            quantize(*_rows(rows), array_of(cache), array_of(scales), slots)
 
 
 def paged_attention(
@@ -71,28 +71,33 @@ def paged_attention(
     """See `reference.paged_attention`."""
     out = query.new_empty(query.shape[0], query.shape[1], v_cache.shape[3])
     num_threads = set_num_threads()
-    in_pairs = BFLOAT16_IS_FAST and query.dtype == torch.bfloat16 and k_cache.dtype in (torch.bfloat16, torch.int8)
-    _paged_attention(
+    attend(
         *_rows(query),
         array_of(k_cache),
         array_of(v_cache),
-        _NO_SCALES if k_scales is None else array_of(k_scales),
-        _NO_SCALES if v_scales is None else array_of(v_scales),
+        NO_SCALES if k_scales is None else array_of(k_scales),
+        NO_SCALES if v_scales is None else array_of(v_scales),
         block_tables.numpy(),
         query_start_loc.numpy(),
         seq_lens.numpy(),
         array_of(out),
-        TYPES[torch.bfloat16] if in_pairs else _SINGLE,
-        _PAIR if in_pairs else _SINGLE,
+        *tile_types(query, k_cache),
         scale,
         window or 0,
         chunk or 0,
         softcap or 0.0,
-        _NO_HEADS if sinks is None else sinks.float().numpy(),
-        _NO_HEADS if alibi_slopes is None else alibi_slopes.float().numpy(),
+        NO_HEADS if sinks is None else sinks.float().numpy(),
+        NO_HEADS if alibi_slopes is None else alibi_slopes.float().numpy(),
         num_threads,
     )
     return out
+
+
+def tile_types(query: Tensor, k_cache: Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+    """In which type tiles are multiplied, and that of a unit of depth; see `Batch`."""
+    if BFLOAT16_IS_FAST and query.dtype == torch.bfloat16 and k_cache.dtype in (torch.bfloat16, torch.int8):
+        return TYPES[torch.bfloat16], _PAIR
+    return _SINGLE, _SINGLE
 
 
 def _rows(tensor: Tensor) -> tuple[NDArray[Any], int, int]:
@@ -109,7 +114,7 @@ def _rows(tensor: Tensor) -> tuple[NDArray[Any], int, int]:
 
 
 @compile_kernel
-def _store(
+def store(
     rows: NDArray[Any], token_stride: int, head_stride: int, cache: NDArray[Any], slot_mapping: NDArray[np.int64]
 ) -> None:
     block_size, width = cache.shape[2], cache.shape[3]
@@ -125,7 +130,7 @@ def _store(
 
 
 @functools.partial(compile_kernel, fast_math=frozenset())
-def _quantize(
+def quantize(
     rows: NDArray[Any],
     token_stride: int,
     head_stride: int,
@@ -154,7 +159,7 @@ def _quantize(
 
 
 @functools.partial(compile_kernel, parallel=True)
-def _paged_attention(
+def attend(
     query: NDArray[Any],
     token_stride: int,
     head_stride: int,

@@ -20,10 +20,10 @@ from torch import Tensor
 from paged_kernels.compiled import LOG2_E, TYPES, array_at, compile_kernel, exp2, set_num_threads
 from paged_kernels.vector import LANES, from_float32, rotate_halves, to_float32
 
-_SERIAL_COST = 60_000  # numbers, about 20 µs: a batch below is not worth other threads
+SERIAL_COST = 60_000  # numbers, about 20 µs: a batch below is not worth other threads
 
 # x * sigmoid(x * (a + b * x²)) is silu, or gelu's approximation by tanh, since 1 + tanh(z) = 2 * sigmoid(2 * z).
-_GATES = {"silu": (1.0, 0.0), "gelu_tanh": (math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715)}
+GATES = {"silu": (1.0, 0.0), "gelu_tanh": (math.sqrt(8 / math.pi), math.sqrt(8 / math.pi) * 0.044715)}
 _Heads: TypeAlias = tuple[int, int, int, int]  # address, strides of tokens and of heads, number of heads
 _LARGE = np.float32(1e20)  # squares are capped here, lest 0 * infinity make a NaN
 
@@ -42,9 +42,9 @@ def add_rms_norm(
     args = (TYPES[x.dtype], *rows, *scaling, eps, float(offset), residual is not None)
     num_threads = _num_threads(size)
     if num_threads == 1:
-        _norm_rows(*args, 0, size // width)
+        norm_rows(*args, 0, size // width)
     else:
-        _norm_all_rows(*args, size // width, num_threads)
+        norm_all_rows(*args, size // width, num_threads)
     return normed, total
 
 
@@ -60,9 +60,9 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
     args = (TYPES[query.dtype], query_heads, key_heads, TYPES[cos.dtype], angles, interleaved)
     num_threads = _num_threads(num_tokens * (num_heads + num_kv_heads) * width)
     if num_threads == 1:
-        _rotate_tokens(*args, 0, num_tokens)
+        rotate_tokens(*args, 0, num_tokens)
     else:
-        _rotate_all_tokens(*args, num_tokens, num_threads)
+        rotate_all_tokens(*args, num_tokens, num_threads)
 
 
 def silu_and_mul(gate_up: Tensor, *, activation: str = "silu") -> Tensor:
@@ -70,21 +70,21 @@ def silu_and_mul(gate_up: Tensor, *, activation: str = "silu") -> Tensor:
     gate_up = gate_up.contiguous()
     num_rows, width = gate_up.shape
     out = gate_up.new_empty(num_rows, width // 2)
-    args = (TYPES[out.dtype], gate_up.data_ptr(), out.data_ptr(), width // 2, *_GATES[activation])
+    args = (TYPES[out.dtype], gate_up.data_ptr(), out.data_ptr(), width // 2, *GATES[activation])
     num_threads = _num_threads(num_rows * width)
     if num_threads == 1:
-        _gate_rows(*args, 0, num_rows)
+        gate_rows(*args, 0, num_rows)
     else:
-        _gate_all_rows(*args, num_rows, num_threads)
+        gate_all_rows(*args, num_rows, num_threads)
     return out
 
 
 def _num_threads(cost: int) -> int:
-    return 1 if cost < _SERIAL_COST else set_num_threads()
+    return 1 if cost < SERIAL_COST else set_num_threads()
 
 
 @compile_kernel
-def _norm_rows(
+def norm_rows(
     like: NDArray[Any],
     x: int,
     total: int,
@@ -124,7 +124,7 @@ def _norm_rows(
 
 
 @functools.partial(compile_kernel, parallel=True)
-def _norm_all_rows(
+def norm_all_rows(
     like: NDArray[Any],
     x: int,
     total: int,
@@ -140,11 +140,11 @@ def _norm_all_rows(
 ) -> None:
     for thread in numba.prange(num_threads):
         begin, end = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _norm_rows(like, x, total, normed, weight_like, weight, width, eps, offset, adds, begin, end)
+        norm_rows(like, x, total, normed, weight_like, weight, width, eps, offset, adds, begin, end)
 
 
 @compile_kernel
-def _rotate_tokens(
+def rotate_tokens(
     like: NDArray[Any],
     query: _Heads,
     key: _Heads,
@@ -190,7 +190,7 @@ def _rotate_heads(
 
 
 @functools.partial(compile_kernel, parallel=True)
-def _rotate_all_tokens(
+def rotate_all_tokens(
     like: NDArray[Any],
     query: _Heads,
     key: _Heads,
@@ -202,11 +202,11 @@ def _rotate_all_tokens(
 ) -> None:
     for thread in numba.prange(num_threads):
         begin, end = num_tokens * thread // num_threads, num_tokens * (thread + 1) // num_threads
-        _rotate_tokens(like, query, key, angle_like, angles, interleaved, begin, end)
+        rotate_tokens(like, query, key, angle_like, angles, interleaved, begin, end)
 
 
 @compile_kernel
-def _gate_rows(
+def gate_rows(
     like: NDArray[Any], gate_up: int, out: int, width: int, a: float, b: float, begin: int, end: int
 ) -> None:
     linear, cubic = np.float32(a) * LOG2_E, np.float32(b) * LOG2_E
@@ -224,9 +224,9 @@ def _gate_rows(
 
 
 @functools.partial(compile_kernel, parallel=True)
-def _gate_all_rows(
+def gate_all_rows(
     like: NDArray[Any], gate_up: int, out: int, width: int, a: float, b: float, num_rows: int, num_threads: int
 ) -> None:
     for thread in numba.prange(num_threads):
         begin, end = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-        _gate_rows(like, gate_up, out, width, a, b, begin, end)
+        gate_rows(like, gate_up, out, width, a, b, begin, end)

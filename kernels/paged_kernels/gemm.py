@@ -9,7 +9,7 @@ beside it nor with the number of threads, to the last bit.
 """
 
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import numba
 import numpy as np
@@ -35,13 +35,16 @@ _TILE = 32  # columns that are widened together
 _TILE_OF_PAIRS = 16  # columns of bfloat16 that fit in the L1 cache beside some rows
 _MOST_ROWS = 512  # that are multiplied with a tile
 _MOST_ROWS_IN_PLACE = 64  # above, it is faster by 5 % to widen a tile of columns first
-_SERIAL_COST = 200_000  # about 10 µs: a product below is not worth other threads
+SERIAL_COST = 200_000  # about 10 µs: a product below is not worth other threads
 _ROWS_OF_THREAD = 48  # from so many on, threads share the rows and each widens all the weights
 
 _BLOCK = NUM_SUMS // 4  # the most rows that are multiplied at once, with four columns
 _BLOCK_OF_EIGHT = NUM_SUMS // 8  # or with eight
 _WIDTH_OF_2 = 8 if _BLOCK_OF_EIGHT >= 2 else 4
 _WIDTH_OF_3 = 8 if _BLOCK_OF_EIGHT >= 3 else 4
+
+Matrix: TypeAlias = tuple[int, int, int, tuple[int, int], None]  # addresses of weights, none, bias; columns, depth
+Types: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 # Nothing may be reordered.
 _compile = functools.partial(compiled.compile_kernel, fast_math=frozenset())
@@ -56,34 +59,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None:
         bias = bias.float().contiguous()
     out = x.new_empty(num_rows, num_columns)
-    addresses = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
-    in_pairs = BFLOAT16_IS_FAST and x.dtype == weight.dtype == torch.bfloat16
-    row_type = TYPES[torch.bfloat16 if in_pairs else torch.float32]
-    args = (TYPES[x.dtype], TYPES[weight.dtype], row_type, *addresses, x.stride(0), num_columns, depth)
-    num_threads = 1 if num_rows * num_columns * depth < _SERIAL_COST else set_num_threads()
-    if num_threads == 1:
-        _multiply(*args, 0, num_rows, 0, num_columns)
-    else:
-        _multiply_in_threads(*args, num_rows, num_threads)
+    num_threads = 1 if num_rows * num_columns * depth < SERIAL_COST else set_num_threads()
+    multiply(
+        types_of(x, weight), x.data_ptr(), x.stride(0), matrix_of(weight, bias), out.data_ptr(), num_rows, num_threads
+    )
     return out
 
 
+def matrix_of(weight: Tensor, bias: Tensor | None) -> Matrix:
+    """As `packed.matrix_of` has it; there are no scales, and nothing is rounded."""
+    num_columns, depth = weight.shape
+    return weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(), (num_columns, depth), None
+
+
+def types_of(x: Tensor, weight: Tensor) -> Types:
+    """Of inputs, weights, and inputs that have been widened."""
+    in_pairs = BFLOAT16_IS_FAST and x.dtype == weight.dtype == torch.bfloat16
+    return TYPES[x.dtype], TYPES[weight.dtype], TYPES[torch.bfloat16 if in_pairs else torch.float32]
+
+
 @functools.partial(_compile, parallel=True)
-def _multiply_in_threads(
-    x_like: NDArray[Any],
-    weight_like: NDArray[Any],
-    row_like: NDArray[Any],
-    x: int,
-    weight: int,
-    bias: int,
-    out: int,
-    stride: int,
-    num_columns: int,
-    depth: int,
-    num_rows: int,
-    num_threads: int,
-) -> None:
-    """Each thread takes some of the columns, in eights, or of the rows if there are many."""
+def multiply(types: Types, x: int, stride: int, matrix: Matrix, out: int, num_rows: int, num_threads: int) -> None:
+    """Rows that are `stride` numbers apart times a matrix. Each thread takes some of the columns, in eights, or of the
+    rows if there are many."""
+    x_like, weight_like, row_like = types
+    weight, _, bias, (num_columns, depth), _ = matrix
     num_eights = -(-num_columns // 8)
     for thread in numba.prange(num_threads):
         row, end_row, column, end_column = 0, num_rows, 0, num_columns

@@ -123,7 +123,7 @@ class PagedLayers:
     """Stores each layer's keys and values in the KV cache, then attends to them through the block tables."""
 
     def __init__(self, specs: list[LayerSpec], kv_cache: list[LayerCache], metadata: AttentionMetadata) -> None:
-        self._metadata = metadata
+        self.metadata = metadata
         self._layers = zip(specs, kv_cache, strict=True)
         self._latents: tuple[Tensor, Tensor] | None = None
 
@@ -150,7 +150,7 @@ class PagedLayers:
     def _attend(
         self, spec: LayerSpec, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        metadata = self._metadata
+        metadata = self.metadata
         if spec.is_stored:
             if cache.key_scales is None:  # some models compute rotary positions, and so keys, in float32
                 key, value = key.to(cache.keys.dtype), value.to(cache.values.dtype)

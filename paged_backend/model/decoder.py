@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from paged_backend.model.attention import PagedLayers
-from paged_backend.model.linear import Linear, PackedLinear
+from paged_backend.model.attention import LayerSpec, PagedLayers
+from paged_backend.model.kv_cache import LayerCache
+from paged_backend.model.linear import MOST_ROWS, Linear, PackedLinear
 from paged_backend.model.mapped_files import MappedFiles
 from paged_kernels import add_rms_norm, rotary, silu_and_mul
+from paged_kernels.stack import AttentionOfLayer, LayerStack, LayerWeights, Matrix, StackOptions
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _LINEARS = ("_proj", "lm_head")
@@ -62,6 +64,18 @@ class _Layer:
     gate_up: Apply
     down: Apply
 
+    @property
+    def linears(self) -> list[Apply]:
+        return [self.qkv, self.output, self.gate_up, self.down]
+
+    def weights(self) -> LayerWeights:
+        """As a stack of layers takes them."""
+        q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        qkv, output, gate_up, down = (Matrix(linear.weight, linear.bias) for linear in self.linears)
+        return LayerWeights(
+            self.attention_norm.weight, qkv, q_norm, k_norm, output, self.mlp_norm.weight, gate_up, down
+        )
+
 
 class FusedDecoder:
     """Runs a packed step with one weight for query, key and value, one for gate and up, and fused small operations.
@@ -78,6 +92,24 @@ class FusedDecoder:
         self._activation = _ACTIVATIONS[config.hidden_act]
         files = MappedFiles()
         self._layers = [_layer(layer, files) for layer in decoder.layers]
+        self._stack: LayerStack | None = None
+
+    def stack_layers(self, specs: Sequence[LayerSpec], kv_cache: Sequence[LayerCache]) -> None:
+        """From now on compute all layers in one call, over this cache, if they are alike and our kernels multiply."""
+        linears = [linear for layer in self._layers for linear in layer.linears]
+        if not all(isinstance(linear, Linear) and linear.is_ours for linear in linears):
+            return
+        weights = [layer.weights() for layer in self._layers]
+        if not LayerStack.can_hold(weights):
+            return
+        attention = [
+            AttentionOfLayer(*cache, scale=spec.scale, window=spec.window, chunk=spec.chunk, softcap=spec.softcap)
+            for spec, cache in zip(specs, kv_cache, strict=True)
+        ]
+        layer = self._layers[0]
+        num_heads, num_kv_heads, _ = layer.num_heads
+        options = StackOptions(num_heads, num_kv_heads, layer.head_size, self._norm.eps, self._activation)
+        self._stack = LayerStack(weights, attention, self._norm.weight, options)
 
     @staticmethod
     def can_run(model: Any) -> bool:
@@ -100,6 +132,7 @@ class FusedDecoder:
         the modules that it stands for, and of whether it sees the rows that are kept only; `lm_head` sees those that
         have logits."""
         decoder = copy.copy(self)
+        decoder._stack = None
         decoder._lm_head = replacement(self._lm_head, ["lm_head"], False)
         decoder._layers = []
         for index, layer in enumerate(self._layers):
@@ -118,6 +151,8 @@ class FusedDecoder:
         """Ids [T], positions [T], rows wanted [R] -> their last hidden states [R, E]."""
         x: Tensor = self._embed(input_ids)
         cos, sin = (part[0] for part in self._rotary(x, positions[None]))
+        if self._stack is not None and x.shape[0] <= MOST_ROWS:
+            return self._stack(x, cos, sin, layers.metadata, keep)
         residual: Tensor | None = None
         for layer in self._layers:
             x, residual = layer.attention_norm(x, residual)

@@ -13,7 +13,6 @@ import paged_kernels
 from paged_kernels import PackedWeight
 from paged_kernels.packing import can_be_merged, merge, split
 
-_FEW_ROWS = 16
 _READ_AS_A_MATRIX = "kv_b_proj"  # latents.py multiplies with its weights at each call
 
 
@@ -25,9 +24,8 @@ def cpu_computes(dtype: torch.dtype) -> bool:
     return bool(getattr(torch.ops.mkldnn, name, bool)())
 
 
-def _has_tiles() -> bool:
-    """Whether torch multiplies bfloat16 with AMX, which beats our kernels unless there are few rows."""
-    return torch.cpu._is_amx_tile_supported()
+# torch multiplies bfloat16 with AMX where there is one, which beats our kernel unless there are few rows.
+MOST_ROWS = 16 if torch.cpu._is_amx_tile_supported() else sys.maxsize
 
 
 class PackedLinear(nn.Module):
@@ -54,9 +52,11 @@ class Linear:
     """x [T, in] -> x W^T + b [T, out], with the weight as the layers have it that it stands for, held once."""
 
     def __init__(self, weight: Tensor | PackedWeight, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
-        self._is_ours = isinstance(weight, Tensor) and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
-        self._most_rows = _FEW_ROWS if _has_tiles() else sys.maxsize
+        self.weight, self.bias = weight, bias
+        self.is_ours = isinstance(weight, PackedWeight) or (
+            weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
+        )
+        """Whether our kernels multiply, at least up to MOST_ROWS rows."""
 
     @classmethod
     def of(cls, module: nn.Linear | PackedLinear) -> Self:
@@ -77,11 +77,11 @@ class Linear:
         return can_be_merged([module.packed for module in modules if isinstance(module, PackedLinear)])
 
     def __call__(self, x: Tensor) -> Tensor:
-        if isinstance(self._weight, PackedWeight):
-            return paged_kernels.packed_linear(x, self._weight, self._bias)
-        if self._is_ours and x.shape[0] <= self._most_rows:
-            return paged_kernels.linear(x, self._weight, self._bias)
-        return nn.functional.linear(x, self._weight, self._bias)
+        if isinstance(self.weight, PackedWeight):
+            return paged_kernels.packed_linear(x, self.weight, self.bias)
+        if self.is_ours and x.shape[0] <= MOST_ROWS:
+            return paged_kernels.linear(x, self.weight, self.bias)
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 def _merged_weight(modules: Sequence[nn.Linear | PackedLinear]) -> Tensor | PackedWeight:

@@ -256,6 +256,7 @@ class ModelRunner:
             return trial.check()
         if trial.loaded.owns_weights and FusedDecoder.can_run(self._model):
             self._decoder = FusedDecoder(self._model)
+            self._decoder.stack_layers(self._specs, self._kv_cache)
             try:
                 return trial.check()
             except ModelError as error:

@@ -1,0 +1,516 @@
+"""All layers of a decoder built like Llama in one call, for CPUs.
+
+It calls the kernels that a layer at a time would be computed with, and gives the same bits. But on a few tokens most of
+them take a few microseconds, which is what calling one from Python takes as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paged_kernels import cpu, fused, gemm, packed
+from paged_kernels.compiled import TYPES, array_at, array_of, compile_kernel, set_num_threads
+from paged_kernels.native import address_of, call
+from paged_kernels.packing import PackedWeight
+from paged_kernels.vector import pointer
+
+_NORMS = ("attention_norm", "q_norm", "k_norm", "mlp_norm")
+_MATRICES = ("qkv", "output", "gate_up", "down")
+
+# The table has a row for each layer, of addresses and of the last two.
+_ATTENTION_NORM, _Q_NORM, _K_NORM, _MLP_NORM, _KEYS, _VALUES, _KEY_SCALES, _VALUE_SCALES = range(8)
+_QKV, _OUTPUT, _GATE_UP, _DOWN = range(8, 20, 3)  # weights, scales, bias
+_WINDOW, _CHUNK = 20, 21
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matrix:
+    """The weights of linear layers that read the same input, one after the other."""
+
+    weight: Tensor | PackedWeight
+    """[N, K] contiguous"""
+    bias: Tensor | None
+    """[N]"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """Norms are [E], or [D] for queries and keys."""
+
+    attention_norm: Tensor
+    qkv: Matrix
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Matrix
+    mlp_norm: Tensor
+    gate_up: Matrix
+    down: Matrix
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionOfLayer:
+    """Where a layer's keys and values are, and how they are attended to; see `reference.paged_attention`."""
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+    scale: float
+    window: int | None
+    chunk: int | None
+    softcap: float | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StackOptions:
+    """What all layers have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    eps: float
+    """Of all norms."""
+    activation: str
+    """As `silu_and_mul` takes it."""
+
+
+class StepPlaces(Protocol):
+    """Where the T tokens of a step are, as `store_kv` and `paged_attention` take it."""
+
+    @property
+    def slot_mapping(self) -> Tensor: ...
+    @property
+    def block_tables(self) -> Tensor: ...
+    @property
+    def query_start_loc(self) -> Tensor: ...
+    @property
+    def seq_lens(self) -> Tensor: ...
+
+
+class _Kernels(NamedTuple):
+    """Their addresses."""
+
+    norm: int
+    norm_many: int
+    rotate: int
+    rotate_many: int
+    gate: int
+    gate_many: int
+    store: int
+    attend: int
+    multiply: int
+
+
+class _Likes(NamedTuple):
+    """Empty arrays, for their types."""
+
+    x: NDArray[Any]
+    norm: NDArray[Any]
+    angle: NDArray[Any]
+    cache: NDArray[Any]
+    numbers: NDArray[Any]
+    units: NDArray[Any]
+
+
+class _Sizes(NamedTuple):
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head: int
+    value_head: int
+    blocks: tuple[int, int, int]
+    """Of the KV cache, heads in a block, slots in a head."""
+    scale_blocks: tuple[int, int, int]
+    """Likewise, of its scales; zeros if there are none."""
+
+
+class _Options(NamedTuple):
+    eps: float
+    gate_a: float
+    gate_b: float
+    num_threads: int
+
+
+class _Operation(NamedTuple):
+    """A product with one of the matrices."""
+
+    sizes: Any
+    rounding: Any
+    least: int
+    """Work that is worth threads."""
+
+
+class _Buffers(NamedTuple):
+    """Addresses of what is computed: T rows each, of those kept R."""
+
+    residual: int
+    normed: int
+    qkv: int
+    heads: int
+    hidden: int
+    gate_up: int
+    gated: int
+    kept_heads: int
+    kept_residual: int
+
+
+class LayerStack:
+    """Layers that have the same sizes and types.
+
+    It goes by addresses: the tensors that it is made of are kept alive, and have to stay where they are.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        attention: Sequence[AttentionOfLayer],
+        last_norm: Tensor,
+        options: StackOptions,
+    ) -> None:
+        assert self.can_hold(layers)
+        self._options, self._last_norm = options, last_norm
+        self._layers = [_ready(layer) for layer in layers]
+        self._attention = list(attention)
+        pairs = zip(self._layers, self._attention, strict=True)
+        self._table = np.array([_row(*pair) for pair in pairs], np.int64)
+        self._factors = np.array([(of_layer.scale, of_layer.softcap or 0.0) for of_layer in attention], np.float64)
+        self._operations = tuple(_operation(getattr(self._layers[0], name)) for name in _MATRICES)
+        self._kernels: _Kernels | None = None
+
+    @staticmethod
+    def can_hold(layers: Sequence[LayerWeights]) -> bool:
+        """Whether they are alike, with all matrices in bfloat16 or all packed to the same number of bits."""
+        kinds = {_kind(layer) for layer in layers}
+        weights = [getattr(layers[0], name).weight for name in _MATRICES]
+        precisions = {weight.bits if isinstance(weight, PackedWeight) else weight.dtype for weight in weights}
+        return len(kinds) == 1 and len(precisions) == 1 and precisions <= {torch.bfloat16, 8, 4}
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, places: StepPlaces, keep: Tensor) -> Tensor:
+        """The last hidden states, normalised, [R, E], of the rows `keep` [R]; `x` [T, E] is overwritten.
+
+        cos and sin are [T, D].
+        """
+        cos, sin = cos.contiguous(), sin.contiguous()
+        assert x.is_contiguous() and cos.dtype == sin.dtype and cos.shape[1] == self._options.head_size
+        layer, num_tokens, width = self._layers[0], *x.shape
+        num_kept, num_numbers = keep.shape[0], layer.output.weight.shape[1]
+        shapes = [(num_tokens, width), (num_tokens, layer.qkv.weight.shape[0]), (num_tokens, num_numbers)]
+        shapes += [(num_tokens, width), (num_tokens, layer.gate_up.weight.shape[0])]
+        shapes += [(num_tokens, layer.down.weight.shape[1]), (num_kept, num_numbers), (num_kept, width)]
+        buffers = [x, *(x.new_empty(shape) for shape in shapes)]
+        if self._kernels is None:
+            self._kernels = self._find_kernels(x, cos, places)
+        scales = self._attention[0].key_scales
+        _run(
+            self._kernels,
+            _types(layer.qkv, x),
+            self._likes(x, cos),
+            None if scales is None else TYPES[scales.dtype],
+            self._sizes(width),
+            self._operations,
+            _Options(self._options.eps, *fused.GATES[self._options.activation], set_num_threads()),
+            self._table,
+            self._factors,
+            _Buffers(*(buffer.data_ptr() for buffer in buffers)),
+            (cos.data_ptr(), sin.data_ptr(), self._last_norm.data_ptr()),
+            _arrays(places),
+            keep.numpy(),
+        )
+        return buffers[1][:num_kept]
+
+    def _likes(self, x: Tensor, cos: Tensor) -> _Likes:
+        keys = self._attention[0].keys
+        arrays = TYPES[x.dtype], TYPES[self._last_norm.dtype], TYPES[cos.dtype], _empty(keys)
+        return _Likes(*arrays, *cpu.tile_types(x, keys))
+
+    def _sizes(self, width: int) -> _Sizes:
+        options, (keys, values, scales, _) = self._options, self._attention[0].tensors
+        heads = options.num_heads, options.num_kv_heads, options.head_size, values.shape[3]
+        blocks = (keys.shape[0], keys.shape[1], keys.shape[2])
+        return _Sizes(width, *heads, blocks, (0, 0, 0) if scales is None else blocks)
+
+    def _find_kernels(self, x: Tensor, cos: Tensor, places: StepPlaces) -> _Kernels:
+        """Those for arguments of these types."""
+        like, norm_like, angle_like, _, *tile_types = self._likes(x, cos)
+        tensors, qkv = self._attention[0].tensors, self._layers[0].qkv
+        keys, values, *scales = (cpu.NO_SCALES if tensor is None else array_of(tensor) for tensor in tensors)
+        slots, *tables = _arrays(places)
+        norm = (like, 0, 0, 0, norm_like, 0, 0, 0.0, 0.0, False, 0, 0)
+        rotation = (like, (0, 0, 0, 0), (0, 0, 0, 0), angle_like, (0, 0, 0), False, 0, 0)
+        gate = (like, 0, 0, 0, 0.0, 0.0, 0, 0)
+        heads = (like, 0, 0, keys, values, *scales, *tables, _empty(x, 3), *tile_types)
+        stores = cpu.store if tensors[2] is None else cpu.quantize
+        stored = (keys, slots) if tensors[2] is None else (keys, scales[0], slots)
+        multiply = packed.multiply if isinstance(qkv.weight, PackedWeight) else gemm.multiply
+        return _Kernels(
+            address_of(fused.norm_rows, *norm),
+            address_of(fused.norm_all_rows, *norm),
+            address_of(fused.rotate_tokens, *rotation),
+            address_of(fused.rotate_all_tokens, *rotation),
+            address_of(fused.gate_rows, *gate),
+            address_of(fused.gate_all_rows, *gate),
+            address_of(stores, like, 0, 0, *stored),
+            address_of(cpu.attend, *heads, 0.0, 0, 0, 0.0, cpu.NO_HEADS, cpu.NO_HEADS, 0),
+            address_of(multiply, _types(qkv, x), 0, 0, _matrix(qkv), 0, 0, 0),
+        )
+
+
+def _arrays(places: StepPlaces) -> tuple[NDArray[Any], ...]:
+    tensors = places.slot_mapping, places.block_tables, places.query_start_loc, places.seq_lens
+    return tuple(tensor.numpy() for tensor in tensors)
+
+
+def _ready(layer: LayerWeights) -> LayerWeights:
+    """With biases as the kernels take them."""
+    changed = {}
+    for name in _MATRICES:
+        matrix = getattr(layer, name)
+        if matrix.bias is not None:
+            changed[name] = Matrix(matrix.weight, matrix.bias.float().contiguous())
+    return dataclasses.replace(layer, **changed)
+
+
+def _kind(layer: LayerWeights) -> tuple[Any, ...]:
+    """What layers of one stack have in common."""
+    norms = (getattr(layer, name) for name in _NORMS)
+    weights = (getattr(layer, name).weight for name in _MATRICES)
+    kinds = [None if norm is None else (norm.dtype, tuple(norm.shape)) for norm in norms]
+    kinds += [
+        (weight.bits if isinstance(weight, PackedWeight) else weight.dtype, tuple(weight.shape)) for weight in weights
+    ]
+    return tuple(kinds)
+
+
+def _matrix(matrix: Matrix) -> tuple[Any, ...]:
+    """As `multiply` takes it."""
+    of = packed.matrix_of if isinstance(matrix.weight, PackedWeight) else gemm.matrix_of
+    return of(matrix.weight, matrix.bias)
+
+
+def _types(matrix: Matrix, x: Tensor) -> tuple[NDArray[Any], ...]:
+    of = packed.types_of if isinstance(matrix.weight, PackedWeight) else gemm.types_of
+    return of(x, matrix.weight)
+
+
+def _operation(matrix: Matrix) -> _Operation:
+    *_, sizes, rounding = _matrix(matrix)
+    is_packed = isinstance(matrix.weight, PackedWeight)
+    return _Operation(sizes, rounding, packed.SERIAL_COST[matrix.weight.bits] if is_packed else gemm.SERIAL_COST)
+
+
+def _row(layer: LayerWeights, attention: AttentionOfLayer) -> list[int]:
+    """Of the table."""
+    tensors = [getattr(layer, name) for name in _NORMS] + list(attention.tensors)
+    for matrix in (getattr(layer, name) for name in _MATRICES):
+        weight = matrix.weight
+        tensors += [weight.values, weight.scales] if isinstance(weight, PackedWeight) else [weight, None]
+        tensors.append(matrix.bias)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return [*addresses, attention.window or 0, attention.chunk or 0]
+
+
+def _empty(like: Tensor, num_dimensions: int = 1) -> NDArray[Any]:
+    """An array of no numbers, of a tensor's type."""
+    return array_of(torch.empty((0,) * num_dimensions, dtype=like.dtype))
+
+
+@compile_kernel
+def _run(
+    kernels: _Kernels,
+    types: Any,
+    likes: _Likes,
+    scales_like: NDArray[Any] | None,
+    sizes: _Sizes,
+    operations: tuple[_Operation, ...],
+    options: _Options,
+    table: NDArray[np.int64],
+    factors: NDArray[np.float64],
+    buffers: _Buffers,
+    others: tuple[int, int, int],
+    places: tuple[NDArray[Any], ...],
+    keep: NDArray[np.int64],
+) -> None:
+    qkv, output, gate_up, down = operations
+    cos, sin, last_norm = others
+    residual, num_rows = buffers.residual, len(places[0])
+    for i in range(len(table)):
+        layer = table[i]
+        _norm(kernels, likes, sizes, options, residual, buffers, layer[_ATTENTION_NORM], i > 0, num_rows)
+        _multiply(kernels, types, options, buffers.normed, layer, _QKV, qkv, buffers.qkv, num_rows)
+        _norm_heads(kernels, likes, sizes, options, buffers.qkv, layer, num_rows)
+        _rotate(kernels, likes, sizes, options, buffers.qkv, cos, sin, num_rows)
+        _store(kernels, likes, scales_like, sizes, buffers.qkv, layer, places[0])
+        _attend(kernels, likes, sizes, options, buffers, layer, factors[i], places)
+        heads = buffers.heads
+        if i == len(table) - 1:
+            _keep(likes.x, heads, buffers.kept_heads, sizes.num_heads * sizes.value_head, keep)
+            _keep(likes.x, residual, buffers.kept_residual, sizes.hidden, keep)
+            heads, residual, num_rows = buffers.kept_heads, buffers.kept_residual, len(keep)
+        _multiply(kernels, types, options, heads, layer, _OUTPUT, output, buffers.hidden, num_rows)
+        _norm(kernels, likes, sizes, options, residual, buffers, layer[_MLP_NORM], True, num_rows)
+        _multiply(kernels, types, options, buffers.normed, layer, _GATE_UP, gate_up, buffers.gate_up, num_rows)
+        _gate(kernels, likes, options, buffers, down.sizes[1], num_rows)
+        _multiply(kernels, types, options, buffers.gated, layer, _DOWN, down, buffers.hidden, num_rows)
+    _norm(kernels, likes, sizes, options, residual, buffers, last_norm, True, num_rows)
+
+
+@compile_kernel
+def _norm(
+    kernels: _Kernels,
+    likes: _Likes,
+    sizes: _Sizes,
+    options: _Options,
+    residual: int,
+    buffers: _Buffers,
+    weight: int,
+    adds: bool,
+    num_rows: int,
+) -> None:
+    rows = (likes.x, buffers.hidden, residual, buffers.normed)
+    args = (*rows, likes.norm, weight, sizes.hidden, options.eps, 0.0, adds)
+    if num_rows * sizes.hidden < fused.SERIAL_COST:
+        call(kernels.norm, (*args, 0, num_rows))
+    else:
+        call(kernels.norm_many, (*args, num_rows, options.num_threads))
+
+
+@compile_kernel
+def _multiply(
+    kernels: _Kernels,
+    types: Any,
+    options: _Options,
+    x: int,
+    layer: NDArray[np.int64],
+    column: int,
+    operation: _Operation,
+    out: int,
+    num_rows: int,
+) -> None:
+    sizes = operation.sizes
+    work = num_rows * sizes[0] * sizes[1]
+    num_threads = 1 if work < operation.least else options.num_threads
+    matrix = (layer[column], layer[column + 1], layer[column + 2], sizes, operation.rounding)
+    call(kernels.multiply, (types, x, sizes[1], matrix, out, num_rows, num_threads))
+
+
+@compile_kernel
+def _norm_heads(
+    kernels: _Kernels,
+    likes: _Likes,
+    sizes: _Sizes,
+    options: _Options,
+    qkv: int,
+    layer: NDArray[np.int64],
+    num_tokens: int,
+) -> None:
+    """Each head of queries and keys, in place, in models that do so."""
+    token_size = sizes.num_heads * sizes.head + sizes.num_kv_heads * (sizes.head + sizes.value_head)
+    for column, first, num_heads in ((_Q_NORM, 0, sizes.num_heads), (_K_NORM, sizes.num_heads, sizes.num_kv_heads)):
+        if layer[column] != 0:
+            for t in range(num_tokens):
+                rows = qkv + (t * token_size + first * sizes.head) * likes.x.itemsize
+                like_and_rows = (likes.x, rows, rows, rows)
+                args = (*like_and_rows, likes.norm, layer[column], sizes.head, options.eps, 0.0, False)
+                call(kernels.norm, (*args, 0, num_heads))
+
+
+@compile_kernel
+def _rotate(
+    kernels: _Kernels,
+    likes: _Likes,
+    sizes: _Sizes,
+    options: _Options,
+    qkv: int,
+    cos: int,
+    sin: int,
+    num_tokens: int,
+) -> None:
+    num_heads, num_kv_heads, size = sizes.num_heads, sizes.num_kv_heads, sizes.head
+    token_size = num_heads * size + num_kv_heads * (size + sizes.value_head)
+    query = (qkv, token_size, size, num_heads)
+    key = (qkv + num_heads * size * likes.x.itemsize, token_size, size, num_kv_heads)
+    args = (likes.x, query, key, likes.angle, (cos, sin, size), False)
+    if num_tokens * (num_heads + num_kv_heads) * size < fused.SERIAL_COST:
+        call(kernels.rotate, (*args, 0, num_tokens))
+    else:
+        call(kernels.rotate_many, (*args, num_tokens, options.num_threads))
+
+
+@compile_kernel
+def _store(
+    kernels: _Kernels,
+    likes: _Likes,
+    scales_like: NDArray[Any] | None,
+    sizes: _Sizes,
+    qkv: int,
+    layer: NDArray[np.int64],
+    slots: NDArray[np.int64],
+) -> None:
+    token_size = sizes.num_heads * sizes.head + sizes.num_kv_heads * (sizes.head + sizes.value_head)
+    length = (len(slots) - 1) * token_size
+    first = sizes.num_heads * sizes.head
+    for is_value in range(2):
+        size = sizes.value_head if is_value else sizes.head
+        rows = array_at(qkv, first, length + sizes.num_kv_heads * size, likes.x)
+        cache = numba.carray(pointer(layer[_KEYS + is_value], likes.cache), (*sizes.blocks, size))
+        if scales_like is None:
+            call(kernels.store, (rows, token_size, size, cache, slots))
+        else:
+            scales = numba.carray(pointer(layer[_KEY_SCALES + is_value], scales_like), sizes.scale_blocks)
+            call(kernels.store, (rows, token_size, size, cache, scales, slots))
+        first += sizes.num_kv_heads * sizes.head
+
+
+@compile_kernel
+def _attend(
+    kernels: _Kernels,
+    likes: _Likes,
+    sizes: _Sizes,
+    options: _Options,
+    buffers: _Buffers,
+    layer: NDArray[np.int64],
+    factors: NDArray[np.float64],
+    places: tuple[NDArray[Any], ...],
+) -> None:
+    slots, tables, starts, lengths = places
+    num_tokens, size = len(slots), sizes.head
+    token_size = sizes.num_heads * size + sizes.num_kv_heads * (size + sizes.value_head)
+    query = array_at(buffers.qkv, 0, (num_tokens - 1) * token_size + sizes.num_heads * size, likes.x)
+    keys = numba.carray(pointer(layer[_KEYS], likes.cache), (*sizes.blocks, size))
+    values = numba.carray(pointer(layer[_VALUES], likes.cache), (*sizes.blocks, sizes.value_head))
+    key_scales = numba.carray(pointer(layer[_KEY_SCALES], cpu.NO_SCALES), sizes.scale_blocks)
+    value_scales = numba.carray(pointer(layer[_VALUE_SCALES], cpu.NO_SCALES), sizes.scale_blocks)
+    out = numba.carray(pointer(buffers.heads, likes.x), (num_tokens, sizes.num_heads, sizes.value_head))
+    batch = (query, token_size, size, keys, values, key_scales, value_scales, tables, starts, lengths, out)
+    visible = (factors[0], layer[_WINDOW], layer[_CHUNK], factors[1])
+    nothing = (cpu.NO_HEADS, cpu.NO_HEADS)
+    call(kernels.attend, (*batch, likes.numbers, likes.units, *visible, *nothing, options.num_threads))
+
+
+@compile_kernel
+def _gate(
+    kernels: _Kernels, likes: _Likes, options: _Options, buffers: _Buffers, width: int, num_rows: int
+) -> None:
+    args = (likes.x, buffers.gate_up, buffers.gated, width, options.gate_a, options.gate_b)
+    if 2 * num_rows * width < fused.SERIAL_COST:
+        call(kernels.gate, (*args, 0, num_rows))
+    else:
+        call(kernels.gate_many, (*args, num_rows, options.num_threads))
+
+
+@compile_kernel
+def _keep(like: NDArray[Any], source: int, target: int, width: int, rows: NDArray[np.int64]) -> None:
+    for i in range(len(rows)):
+        array_at(target, i * width, width, like)[:] = array_at(source, rows[i] * width, width, like)
