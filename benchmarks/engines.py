@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SCRIPTS = Path(__file__).with_name("peers")
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Peer:
     """What its requirements bring that keeps it from running."""
     build_settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables while pip runs."""
+    is_constrained: bool = False
+    """Whether it takes the torch that this project is tested with, so that it is not one for GPUs."""
     has_prefix_cache: bool = True
     loads: str = "folder"
     """`folder`, a transformers checkpoint, or `gguf`, a file."""
@@ -55,6 +59,7 @@ PEERS = {
         environment="openvino",
         requirements=("openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0"),
         unwanted=("torchvision",),
+        is_constrained=True,
         is_converted=True,
     ),
     "vllm": Peer(
@@ -120,12 +125,25 @@ class Setup:
         python = folder / "bin" / "python"
         if not python.exists():
             print(f"installing {', '.join(peer.requirements)} in {folder}; this takes minutes", flush=True)
-            subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-            pip = [python, "-m", "pip", "--quiet"]
-            subprocess.run([*pip, "install", *peer.requirements], check=True, env={**os.environ, **peer.build_settings})
-            if peer.unwanted:
-                subprocess.run([*pip, "uninstall", "--yes", *peer.unwanted], check=True)
+            try:
+                _install(peer, folder)
+            except subprocess.CalledProcessError:
+                shutil.rmtree(folder)  # or the next run would take half an environment for a whole one
+                raise
         return python
+
+
+def _install(peer: Peer, folder: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    pip = [folder / "bin" / "python", "-m", "pip", "--quiet"]
+    # Without pip's cache, which may hold what was built by other settings, as README's commands do with llama.cpp.
+    cache = ["--no-cache-dir"] if peer.build_settings else []
+    constraints = ["--constraint", CONSTRAINTS] if peer.is_constrained else []
+    environment = {**os.environ, **peer.build_settings}
+    environment.pop("PYTHONPATH", None)
+    subprocess.run([*pip, "install", *cache, *constraints, *peer.requirements], check=True, env=environment)
+    if peer.unwanted:
+        subprocess.run([*pip, "uninstall", "--yes", *peer.unwanted], check=True)
 
 
 class EngineProcess:

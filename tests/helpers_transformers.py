@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 import transformers_paged
+from helpers import WAIT_SECONDS
 from helpers_models import EOS, make_tokenizer
 from paged_backend import LLM
 

@@ -17,7 +17,7 @@ from transformers.pipelines.pt_utils import KeyDataset
 import transformers_paged
 from helpers import is_idle, num_ended, wait_until
 from helpers_models import make_model, make_tokenizer, save_model
-from helpers_transformers import ENGINE, cases, engine_of, on_engine
+from helpers_transformers import ENGINE, Held, cases, engine_of, on_engine
 from transformers_paged import PagedTextGenerationPipeline
 
 TEXTS = ["Once upon a time", "a", "How do you do, my friend?", "The end", "Ten", "x" * 40]

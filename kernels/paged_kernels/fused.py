@@ -206,9 +206,7 @@ def rotate_all_tokens(
 
 
 @compile_kernel
-def gate_rows(
-    like: NDArray[Any], gate_up: int, out: int, width: int, a: float, b: float, begin: int, end: int
-) -> None:
+def gate_rows(like: NDArray[Any], gate_up: int, out: int, width: int, a: float, b: float, begin: int, end: int) -> None:
     linear, cubic = np.float32(a) * LOG2_E, np.float32(b) * LOG2_E
     for row in range(begin, end):
         gate = array_at(gate_up, 2 * row * width, width, like)

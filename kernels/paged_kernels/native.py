@@ -1,7 +1,7 @@
 """Calling compiled kernels from compiled code by their addresses.
 
-A kernel that calls another one by its name is compiled together with it, which takes as long as compiling both. Called by
-its address the other one stays as it is, and a kernel that calls many of them is compiled in a second.
+Called by its name, a kernel is compiled anew into the one that calls it, which takes as long as compiling both. Called
+by its address it stays as it is, and what calls many of them is compiled in a second.
 """
 
 from __future__ import annotations

@@ -22,9 +22,6 @@ from paged_kernels.native import address_of, call
 from paged_kernels.packing import PackedWeight
 from paged_kernels.vector import pointer
 
-_NORMS = ("attention_norm", "q_norm", "k_norm", "mlp_norm")
-_MATRICES = ("qkv", "output", "gate_up", "down")
-
 # The table has a row for each layer, of addresses and of the last two.
 _ATTENTION_NORM, _Q_NORM, _K_NORM, _MLP_NORM, _KEYS, _VALUES, _KEY_SCALES, _VALUE_SCALES = range(8)
 _QKV, _OUTPUT, _GATE_UP, _DOWN = range(8, 20, 3)  # weights, scales, bias
@@ -40,6 +37,30 @@ class Matrix:
     bias: Tensor | None
     """[N]"""
 
+    def arguments(self) -> tuple[Any, ...]:
+        """As `multiply` takes it; the bias has to be contiguous float32."""
+        if isinstance(self.weight, PackedWeight):
+            return packed.matrix_of(self.weight, self.bias)
+        return gemm.matrix_of(self.weight, self.bias)
+
+    def types(self, x: Tensor) -> tuple[NDArray[Any], ...]:
+        if isinstance(self.weight, PackedWeight):
+            return packed.types_of(x, self.weight)
+        return gemm.types_of(x, self.weight)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Precision and shape."""
+        weight = self.weight
+        return weight.bits if isinstance(weight, PackedWeight) else weight.dtype, tuple(weight.shape)
+
+    @property
+    def tensors(self) -> list[Tensor | None]:
+        """Weights, scales, bias."""
+        weight = self.weight
+        parts = [weight.values, weight.scales] if isinstance(weight, PackedWeight) else [weight, None]
+        return [*parts, self.bias]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -53,6 +74,20 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Matrix
     down: Matrix
+
+    @property
+    def norms(self) -> list[Tensor | None]:
+        return [self.attention_norm, self.q_norm, self.k_norm, self.mlp_norm]
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [self.qkv, self.output, self.gate_up, self.down]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What layers of one stack have in common."""
+        norms = [None if norm is None else (norm.dtype, tuple(norm.shape)) for norm in self.norms]
+        return *norms, *(matrix.kind for matrix in self.matrices)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -186,16 +221,15 @@ class LayerStack:
         pairs = zip(self._layers, self._attention, strict=True)
         self._table = np.array([_row(*pair) for pair in pairs], np.int64)
         self._factors = np.array([(of_layer.scale, of_layer.softcap or 0.0) for of_layer in attention], np.float64)
-        self._operations = tuple(_operation(getattr(self._layers[0], name)) for name in _MATRICES)
+        self._operations = tuple(map(_operation, self._layers[0].matrices))
         self._kernels: _Kernels | None = None
 
     @staticmethod
     def can_hold(layers: Sequence[LayerWeights]) -> bool:
         """Whether they are alike, with all matrices in bfloat16 or all packed to the same number of bits."""
-        kinds = {_kind(layer) for layer in layers}
-        weights = [getattr(layers[0], name).weight for name in _MATRICES]
-        precisions = {weight.bits if isinstance(weight, PackedWeight) else weight.dtype for weight in weights}
-        return len(kinds) == 1 and len(precisions) == 1 and precisions <= {torch.bfloat16, 8, 4}
+        precisions = {matrix.kind[0] for matrix in layers[0].matrices}
+        is_one_kind = len({layer.kind for layer in layers}) == len(precisions) == 1
+        return is_one_kind and precisions <= {torch.bfloat16, 8, 4}
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, places: StepPlaces, keep: Tensor) -> Tensor:
         """The last hidden states, normalised, [R, E], of the rows `keep` [R]; `x` [T, E] is overwritten.
@@ -215,7 +249,7 @@ class LayerStack:
         scales = self._attention[0].key_scales
         _run(
             self._kernels,
-            _types(layer.qkv, x),
+            layer.qkv.types(x),
             self._likes(x, cos),
             None if scales is None else TYPES[scales.dtype],
             self._sizes(width),
@@ -263,7 +297,7 @@ class LayerStack:
             address_of(fused.gate_all_rows, *gate),
             address_of(stores, like, 0, 0, *stored),
             address_of(cpu.attend, *heads, 0.0, 0, 0, 0.0, cpu.NO_HEADS, cpu.NO_HEADS, 0),
-            address_of(multiply, _types(qkv, x), 0, 0, _matrix(qkv), 0, 0, 0),
+            address_of(multiply, qkv.types(x), 0, 0, qkv.arguments(), 0, 0, 0),
         )
 
 
@@ -274,49 +308,26 @@ def _arrays(places: StepPlaces) -> tuple[NDArray[Any], ...]:
 
 def _ready(layer: LayerWeights) -> LayerWeights:
     """With biases as the kernels take them."""
-    changed = {}
-    for name in _MATRICES:
-        matrix = getattr(layer, name)
-        if matrix.bias is not None:
-            changed[name] = Matrix(matrix.weight, matrix.bias.float().contiguous())
-    return dataclasses.replace(layer, **changed)
 
+    def ready(matrix: Matrix) -> Matrix:
+        return matrix if matrix.bias is None else Matrix(matrix.weight, matrix.bias.float().contiguous())
 
-def _kind(layer: LayerWeights) -> tuple[Any, ...]:
-    """What layers of one stack have in common."""
-    norms = (getattr(layer, name) for name in _NORMS)
-    weights = (getattr(layer, name).weight for name in _MATRICES)
-    kinds = [None if norm is None else (norm.dtype, tuple(norm.shape)) for norm in norms]
-    kinds += [
-        (weight.bits if isinstance(weight, PackedWeight) else weight.dtype, tuple(weight.shape)) for weight in weights
-    ]
-    return tuple(kinds)
-
-
-def _matrix(matrix: Matrix) -> tuple[Any, ...]:
-    """As `multiply` takes it."""
-    of = packed.matrix_of if isinstance(matrix.weight, PackedWeight) else gemm.matrix_of
-    return of(matrix.weight, matrix.bias)
-
-
-def _types(matrix: Matrix, x: Tensor) -> tuple[NDArray[Any], ...]:
-    of = packed.types_of if isinstance(matrix.weight, PackedWeight) else gemm.types_of
-    return of(x, matrix.weight)
+    qkv, output, gate_up, down = map(ready, layer.matrices)
+    return dataclasses.replace(layer, qkv=qkv, output=output, gate_up=gate_up, down=down)
 
 
 def _operation(matrix: Matrix) -> _Operation:
-    *_, sizes, rounding = _matrix(matrix)
-    is_packed = isinstance(matrix.weight, PackedWeight)
-    return _Operation(sizes, rounding, packed.SERIAL_COST[matrix.weight.bits] if is_packed else gemm.SERIAL_COST)
+    *_, sizes, rounding = matrix.arguments()
+    weight = matrix.weight
+    least = packed.SERIAL_COST[weight.bits] if isinstance(weight, PackedWeight) else gemm.SERIAL_COST
+    return _Operation(sizes, rounding, least)
 
 
 def _row(layer: LayerWeights, attention: AttentionOfLayer) -> list[int]:
     """Of the table."""
-    tensors = [getattr(layer, name) for name in _NORMS] + list(attention.tensors)
-    for matrix in (getattr(layer, name) for name in _MATRICES):
-        weight = matrix.weight
-        tensors += [weight.values, weight.scales] if isinstance(weight, PackedWeight) else [weight, None]
-        tensors.append(matrix.bias)
+    tensors = [*layer.norms, *attention.tensors]
+    for matrix in layer.matrices:
+        tensors += matrix.tensors
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     return [*addresses, attention.window or 0, attention.chunk or 0]
 
@@ -500,9 +511,7 @@ def _attend(
 
 
 @compile_kernel
-def _gate(
-    kernels: _Kernels, likes: _Likes, options: _Options, buffers: _Buffers, width: int, num_rows: int
-) -> None:
+def _gate(kernels: _Kernels, likes: _Likes, options: _Options, buffers: _Buffers, width: int, num_rows: int) -> None:
     args = (likes.x, buffers.gate_up, buffers.gated, width, options.gate_a, options.gate_b)
     if 2 * num_rows * width < fused.SERIAL_COST:
         call(kernels.gate, (*args, 0, num_rows))

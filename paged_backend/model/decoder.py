@@ -64,17 +64,17 @@ class _Layer:
     gate_up: Apply
     down: Apply
 
-    @property
-    def linears(self) -> list[Apply]:
-        return [self.qkv, self.output, self.gate_up, self.down]
-
-    def weights(self) -> LayerWeights:
-        """As a stack of layers takes them."""
+    def weights(self) -> LayerWeights | None:
+        """As a stack of layers takes them, if our kernels multiply."""
+        matrices = []
+        for linear in (self.qkv, self.output, self.gate_up, self.down):
+            if not isinstance(linear, Linear) or not linear.is_ours:
+                return None
+            matrices.append(Matrix(linear.weight, linear.bias))
+        qkv, output, gate_up, down = matrices
         q_norm, k_norm = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
-        qkv, output, gate_up, down = (Matrix(linear.weight, linear.bias) for linear in self.linears)
-        return LayerWeights(
-            self.attention_norm.weight, qkv, q_norm, k_norm, output, self.mlp_norm.weight, gate_up, down
-        )
+        norms = self.attention_norm.weight, self.mlp_norm.weight
+        return LayerWeights(norms[0], qkv, q_norm, k_norm, output, norms[1], gate_up, down)
 
 
 class FusedDecoder:
@@ -96,11 +96,8 @@ class FusedDecoder:
 
     def stack_layers(self, specs: Sequence[LayerSpec], kv_cache: Sequence[LayerCache]) -> None:
         """From now on compute all layers in one call, over this cache, if they are alike and our kernels multiply."""
-        linears = [linear for layer in self._layers for linear in layer.linears]
-        if not all(isinstance(linear, Linear) and linear.is_ours for linear in linears):
-            return
-        weights = [layer.weights() for layer in self._layers]
-        if not LayerStack.can_hold(weights):
+        weights = [weights for layer in self._layers if (weights := layer.weights()) is not None]
+        if len(weights) < len(self._layers) or not LayerStack.can_hold(weights):
             return
         attention = [
             AttentionOfLayer(*cache, scale=spec.scale, window=spec.window, chunk=spec.chunk, softcap=spec.softcap)
