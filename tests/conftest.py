@@ -1,10 +1,13 @@
-"""What every test needs before it imports anything: no network, quiet tokenizers, a Hypothesis profile."""
+"""What every test needs before it imports anything: no network, interpreted GPU kernels, quiet tokenizers, a Hypothesis
+profile."""
 
 from __future__ import annotations
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read once, when huggingface_hub is imported
+if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
+    os.environ["TRITON_INTERPRET"] = "1"  # no GPU: read once, when Triton is imported
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else tokenizers warns about every fork
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a worker for every core

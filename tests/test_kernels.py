@@ -4,7 +4,6 @@ import math
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -12,76 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers_attention import GARBAGE_BLOCK, OPTIONS, Batch, assert_close
 from paged_kernels import paged_attention, reference, store_kv
-
-TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-GARBAGE_BLOCK = -(2**31)
-
-
-class Batch:
-    """Random ragged sequences whose keys and values were stored in shuffled blocks of a cache full of NaN.
-
-    The dense keys and values are kept to compare with.
-    """
-
-    def __init__(
-        self,
-        query_lens,
-        seq_lens,
-        *,
-        heads=(4, 2),
-        head_sizes=(16, 16),
-        block_size=4,
-        dtype=torch.float32,
-        cache_dtype=None,
-    ):
-        num_heads, num_kv_heads = heads
-        generator = torch.Generator().manual_seed(sum(seq_lens))
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
-
-        self.query_lens, self.seq_lens = query_lens, seq_lens
-        self.query = random(sum(query_lens), num_heads, head_sizes[0])
-        self.keys = [random(n, num_kv_heads, head_sizes[0]) for n in seq_lens]
-        self.values = [random(n, num_kv_heads, head_sizes[1]) for n in seq_lens]
-        self.scale = 1 / math.sqrt(head_sizes[0])
-
-        num_blocks = [-(-n // block_size) for n in seq_lens]
-        free = torch.randperm(sum(num_blocks) + 3, generator=generator).int()
-        self.block_tables = torch.full(
-            (len(seq_lens), max(num_blocks, default=0) + 2), GARBAGE_BLOCK, dtype=torch.int32
-        )
-        slots, self.scales = (len(free), num_kv_heads, block_size), {}
-        if cache_dtype == torch.int8:
-            self.k_cache, self.v_cache = (torch.full((*slots, size), 99, dtype=torch.int8) for size in head_sizes)
-            self.scales = {f"{x}_scales": torch.full(slots, math.nan, dtype=torch.bfloat16) for x in "kv"}
-        else:
-            self.k_cache, self.v_cache = (torch.full((*slots, size), math.nan, dtype=dtype) for size in head_sizes)
-        for s, n in enumerate(num_blocks):
-            self.block_tables[s, :n], free = free[:n], free[n:]
-            store_kv(self.keys[s], self.values[s], self.k_cache, self.v_cache, self.slots(s), **self.scales)
-
-    def slots(self, s: int) -> Tensor:
-        block_size = self.k_cache.shape[2]
-        positions = torch.arange(self.seq_lens[s])
-        return self.block_tables[s, positions // block_size].long() * block_size + positions % block_size
-
-    def attend(self, attention=paged_attention, **options: Any) -> Tensor:
-        query_start_loc = torch.tensor([0, *self.query_lens]).cumsum(0).int()
-        seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32)
-        caches = (self.k_cache, self.v_cache, self.block_tables)
-        return attention(self.query, *caches, query_start_loc, seq_lens, scale=self.scale, **self.scales, **options)
-
-    def assert_same(self, **options: Any) -> None:
-        actual, expected = self.attend(**options), self.attend(reference.paged_attention, **options)
-        assert actual.dtype == self.query.dtype
-        assert_close(actual, expected)
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCE[actual.dtype]
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def dense_attention(batch, window=None, chunk=None, softcap=None, sinks=None, alibi_slopes=None) -> Tensor:
@@ -107,21 +38,6 @@ def dense_attention(batch, window=None, chunk=None, softcap=None, sinks=None, al
     return torch.stack(rows).view(*batch.query.shape[:2], -1).to(batch.query.dtype)
 
 
-OPTIONS = {
-    "causal": {},
-    "window": {"window": 5},
-    "window of one": {"window": 1},
-    "chunk": {"chunk": 8},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": torch.tensor([-1.0, 0.5, 2.0, 4.0])},
-    "ALiBi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, -0.1])},
-    "all": {
-        "window": 300,
-        "softcap": 30.0,
-        "sinks": torch.tensor([-1.0, 0.5, 2.0, 4.0]),
-        "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.01]),
-    },
-}
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 
 
@@ -134,7 +50,7 @@ def test_the_definition_is_dense_attention(options):
 @each_option
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_option_holds_for_decode_prefill_and_chunks_alike(options, dtype):
-    Batch([1, 40, 3, 0, 17, 1], [700, 40, 259, 12, 333, 1], dtype=dtype).assert_same(**options)
+    Batch([1, 40, 3, 0, 17, 1], [700, 40, 259, 12, 333, 1], dtype=dtype).assert_same(paged_attention, **options)
 
 
 @pytest.mark.parametrize("heads", [(3, 3), (9, 3), (8, 2), (8, 1), (1, 1)], ids="H{0[0]}K{0[1]}".format)
@@ -144,7 +60,7 @@ def test_every_option_holds_for_decode_prefill_and_chunks_alike(options, dtype):
 @pytest.mark.parametrize("block_size", [4, 16, 32])
 def test_every_shape_of_heads_and_blocks_works(heads, head_sizes, block_size):
     batch = Batch([1, 5, 18], [300, 37, 18], heads=heads, head_sizes=head_sizes, block_size=block_size)
-    batch.assert_same()
+    batch.assert_same(paged_attention)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -164,14 +80,14 @@ def test_every_shape_of_heads_and_blocks_works(heads, head_sizes, block_size):
     ids=["empty", "no queries", "some without queries", "decode", "long", "long chunk", "tiles", "prefill", "mixed"],
 )
 def test_any_mix_of_query_and_context_lengths_works(query_lens, seq_lens, dtype):
-    Batch(query_lens, list(seq_lens), dtype=dtype).assert_same()
+    Batch(query_lens, list(seq_lens), dtype=dtype).assert_same(paged_attention)
 
 
 @each_option
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_of_integers_serves_every_option(options, dtype):
     batch = Batch([1, 40, 3, 0, 17, 1], [700, 40, 259, 12, 333, 1], dtype=dtype, cache_dtype=torch.int8)
-    batch.assert_same(**options)
+    batch.assert_same(paged_attention, **options)
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (8, 1)], ids="H{0[0]}K{0[1]}".format)
@@ -179,18 +95,18 @@ def test_a_cache_of_integers_serves_every_option(options, dtype):
 @pytest.mark.parametrize("block_size", [1, 6, 16])
 def test_a_cache_of_integers_serves_every_shape(heads, head_sizes, block_size):
     sizes = {"heads": heads, "head_sizes": head_sizes, "block_size": block_size}
-    Batch([1, 5, 18], [300, 37, 18], dtype=torch.bfloat16, cache_dtype=torch.int8, **sizes).assert_same()
+    Batch([1, 5, 18], [300, 37, 18], dtype=torch.bfloat16, cache_dtype=torch.int8, **sizes).assert_same(paged_attention)
 
 
 def test_attention_to_a_cache_of_integers_is_nearly_that_to_its_numbers():
     lengths = [1, 20], [300, 50]
     exact, coarse = (Batch(*lengths, head_sizes=(64, 64), cache_dtype=dtype) for dtype in (None, torch.int8))
-    difference = (exact.attend() - coarse.attend()).std() / exact.attend().std()
-    assert 0 < difference < 0.02
+    exact_out, coarse_out = (batch.attend(paged_attention) for batch in (exact, coarse))
+    assert 0 < (exact_out - coarse_out).std() / exact_out.std() < 0.02
 
 
 def test_float16_is_supported():
-    Batch([1, 20], [300, 50], head_sizes=(24, 64), dtype=torch.float16).assert_same()
+    Batch([1, 20], [300, 50], head_sizes=(24, 64), dtype=torch.float16).assert_same(paged_attention)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -205,27 +121,27 @@ def test_random_ragged_batches_match_the_definition(lens, group, block_size, win
     query_lens = [num_queries for num_queries, _ in lens]
     seq_lens = [num_queries + num_past for num_queries, num_past in lens]
     batch = Batch(query_lens, seq_lens, heads=(2 * group, 2), block_size=block_size)
-    batch.assert_same(window=window, chunk=chunk)
+    batch.assert_same(paged_attention, window=window, chunk=chunk)
 
 
 def test_a_sequence_gets_the_same_bits_whatever_its_batch_mates():
     batch = Batch([1, 50, 1, 4], [900, 50, 20, 400])
-    together = batch.attend().split(batch.query_lens)
+    together = batch.attend(paged_attention).split(batch.query_lens)
     for s, seq_len in enumerate(batch.seq_lens):
         alone = Batch([batch.query_lens[s]], [seq_len])
         alone.query = batch.query.split(batch.query_lens)[s]
         alone.k_cache, alone.v_cache, alone.block_tables = batch.k_cache, batch.v_cache, batch.block_tables[s : s + 1]
-        assert torch.equal(alone.attend(), together[s])
+        assert torch.equal(alone.attend(paged_attention), together[s])
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 7])
 def test_the_number_of_threads_changes_nothing(num_threads):
     batch = Batch([1, 50, 1], [900, 50, 20])
-    expected = batch.attend()
+    expected = batch.attend(paged_attention)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        assert torch.equal(batch.attend(), expected)
+        assert torch.equal(batch.attend(paged_attention), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -245,7 +161,7 @@ assert torch.get_num_threads() == 1, torch.get_num_threads()
 
 def test_blocks_that_left_the_window_are_not_read():
     batch = Batch([1, 6], [50, 30])
-    expected = batch.attend(window=8)
+    expected = batch.attend(paged_attention, window=8)
     batch.block_tables[0, : (50 - 8) // 4] = GARBAGE_BLOCK
     batch.block_tables[1, : (30 - 5 - 8) // 4] = GARBAGE_BLOCK
     for attention in (paged_attention, reference.paged_attention):
@@ -254,9 +170,9 @@ def test_blocks_that_left_the_window_are_not_read():
 
 def test_nan_in_one_sequence_stays_there():
     batch = Batch([1, 1], [40, 40])
-    expected = batch.attend()[1]
+    expected = batch.attend(paged_attention)[1]
     batch.query[0, 0, 0] = math.nan
-    actual = batch.attend()
+    actual = batch.attend(paged_attention)
     assert actual[0, 0].isnan().all()
     assert torch.equal(actual[1], expected)
 
@@ -264,7 +180,7 @@ def test_nan_in_one_sequence_stays_there():
 def test_large_logits_do_not_overflow():
     batch = Batch([1, 5], [40, 300])
     batch.query *= 1000
-    batch.assert_same()
+    batch.assert_same(paged_attention)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -273,7 +189,7 @@ def test_query_may_be_a_view_of_a_merged_projection(dtype):
     merged = torch.randn(21, 64 + 100).to(dtype)
     for view in (merged[:, 30:94].view(21, 4, 16), merged[:, :64].view(21, 16, 4).transpose(1, 2)):
         batch.query = view
-        batch.assert_same()
+        batch.assert_same(paged_attention)
 
 
 @pytest.mark.parametrize("store", [store_kv, reference.store_kv], ids=["fast", "definition"])

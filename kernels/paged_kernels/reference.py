@@ -15,6 +15,9 @@ from torch.nn.functional import gelu, silu
 from paged_kernels.adapters import LowRankAdapters, RowIndex
 from paged_kernels.packing import PackedWeight, quantize_rows
 
+LARGEST_STORED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The types of caches with scales, and what the largest number of each token's head becomes."""
+
 
 def store_kv(
     key: Tensor,
@@ -28,8 +31,9 @@ def store_kv(
 ) -> None:
     """Write the keys and values of new tokens into their slots of the paged cache.
 
-    With scales the cache is int8: each token's head is divided by its largest absolute value / 127, rounded to
-    bfloat16, and rounded to integers, ties to even.
+    With scales the cache is int8, float8_e4m3fn or float8_e5m2: each token's head is divided by its largest absolute
+    value / the largest number of that type (127, 448 or 57344), rounded to bfloat16, and rounded to the type, ties to
+    even.
 
     Args:
         key: [T, K, D]
@@ -37,7 +41,7 @@ def store_kv(
         k_cache: [num_blocks, K, block_size, D]; one head's slots in a block are contiguous.
         v_cache: [num_blocks, K, block_size, Dv]
         slot_mapping: [T] int64, `block_id * block_size + offset` of each token; -1 writes nothing.
-        k_scales: [num_blocks, K, block_size] bfloat16, what the integers of each slot are multiples of.
+        k_scales: [num_blocks, K, block_size] bfloat16, what the numbers of each slot are multiples of.
         v_scales: likewise
     """
     block_size = k_cache.shape[2]
@@ -45,11 +49,12 @@ def store_kv(
     slots = slot_mapping[written]
     for rows, cache, scales in ((key[written], k_cache, k_scales), (value[written], v_cache, v_scales)):
         if scales is not None:
-            wide = rows.float()
-            of_rows = (wide.abs().amax(2) / 127).to(scales.dtype)
+            wide, largest = rows.float(), LARGEST_STORED[cache.dtype]
+            of_rows = (wide.abs().amax(2) / largest).to(scales.dtype)
             scales[slots // block_size, :, slots % block_size] = of_rows
             divisors = torch.where(of_rows == 0, 1.0, of_rows.float())
-            rows = (wide / divisors[..., None]).round().clamp(-127, 127).to(cache.dtype)
+            rows = (wide / divisors[..., None]).clamp(-largest, largest)
+            rows = (rows.round() if cache.dtype == torch.int8 else rows).to(cache.dtype)
         cache[slots // block_size, :, slots % block_size] = rows
 
 
@@ -87,7 +92,7 @@ def paged_attention(
         softcap: bound of the scaled logits x, which become `softcap * tanh(x / softcap)`.
         sinks: [H], a logit per head that takes part in the softmax and has no value.
         alibi_slopes: [H], adds `slope * (key position - query position)` to the logits.
-        k_scales: [num_blocks, K, block_size] bfloat16, by which an int8 cache is multiplied.
+        k_scales: [num_blocks, K, block_size] bfloat16, by which an int8 or float8 cache is multiplied.
         v_scales: likewise
 
     Returns:

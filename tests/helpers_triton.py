@@ -1,0 +1,108 @@
+"""A check of every memory access of interpreted Triton kernels."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from triton.runtime import interpreter
+
+Program = tuple[int, int, int]
+
+
+class WatchedLaunch:
+    """One launch of a kernel: its grid, and the bytes that all its programs read and wrote, per argument."""
+
+    def __init__(self, kernel: str, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+        self.kernel, self.grid = kernel, grid
+        self.bytes_read: Counter[str] = Counter()
+        self.bytes_written: Counter[str] = Counter()
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        self._names = list(tensors)
+        self._bounds = np.array([_extent(tensor) for tensor in tensors.values()], np.uint64).reshape(-1, 2)
+        self._read: list[tuple[Program, NDArray[np.uint64]]] = []
+        self._written: list[tuple[Program, NDArray[np.uint64]]] = []
+
+    def note(self, program: Program, pointers: Any, mask: Any, *, is_store: bool) -> None:
+        """AssertionError if an address is outside of every argument."""
+        shape = np.broadcast_shapes(pointers.data.shape, mask.data.shape)
+        addresses = np.broadcast_to(pointers.data, shape)[np.broadcast_to(mask.data, shape)].astype(np.uint64)
+        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        begins, ends = self._bounds[:, 0], self._bounds[:, 1]
+        is_inside = (addresses[:, None] >= begins) & (addresses[:, None] + np.uint64(width) <= ends)
+        num_stray = int((~is_inside.any(1)).sum())
+        verb = "stores" if is_store else "loads"
+        assert not num_stray, f"{self.kernel}, program {program}: {verb} {num_stray} numbers outside of its arguments"
+        counts = self.bytes_written if is_store else self.bytes_read
+        for name, is_here in zip(self._names, is_inside.T, strict=True):
+            counts[name] += int(is_here.sum()) * width
+        (self._written if is_store else self._read).append((program, addresses))
+
+    def assert_no_race(self) -> None:
+        """No address that a program writes is read or written by another one."""
+        writers: dict[int, Program] = {}
+        for program, addresses in self._written:
+            for address in addresses.tolist():
+                other = writers.setdefault(address, program)
+                assert other == program, f"{self.kernel}: programs {other} and {program} write the same address"
+        for program, addresses in self._read:
+            for address in addresses.tolist() if writers else ():
+                other = writers.get(address, program)
+                assert other == program, f"{self.kernel}: program {program} reads what {other} writes"
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and of the one after its last."""
+    if tensor.numel() == 0:
+        return 0, 0
+    length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()
+
+
+@contextlib.contextmanager
+def watched_memory() -> Iterator[list[WatchedLaunch]]:
+    """The launches inside this block. AssertionError, or Triton's error with its text, for an access that is wrong."""
+    launches: list[WatchedLaunch] = []
+    builder = interpreter.interpreter_builder
+    run, load, store = (
+        interpreter.GridExecutor.__call__, type(builder).create_masked_load, type(builder).create_masked_store
+    )  # fmt: skip
+
+    def watched_run(self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        launches.append(WatchedLaunch(self.fn.__name__, self.grid, arguments))
+        run(self, *args, **kwargs)
+        launches[-1].assert_no_race()
+
+    def watched_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        launches[-1].note(self.grid_idx, pointers, mask, is_store=False)
+        return load(self, pointers, mask, *rest)
+
+    def watched_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        launches[-1].note(self.grid_idx, pointers, mask, is_store=True)
+        return store(self, pointers, value, mask, *rest)
+
+    interpreter.GridExecutor.__call__ = watched_run
+    type(builder).create_masked_load, type(builder).create_masked_store = watched_load, watched_store
+    try:
+        yield launches
+    finally:
+        interpreter.GridExecutor.__call__ = run
+        type(builder).create_masked_load, type(builder).create_masked_store = load, store
+
+
+def poisoned_empty(monkeypatch: Any) -> None:
+    """What kernels allocate is full of NaN, so that what they never wrote shows."""
+    new_empty = Tensor.new_empty
+
+    def poisoned(self: Tensor, *size: Any, **options: Any) -> Tensor:
+        tensor = new_empty(self, *size, **options)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
