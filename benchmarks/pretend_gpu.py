@@ -42,7 +42,10 @@ class Launch(NamedTuple):
 
 
 class PretendGPU:
-    """What happened on it: every launch in order, and every variant of a kernel that was compiled for one."""
+    """What happened on it: every launch in order, and every variant of a kernel that was compiled for one.
+
+    A variant is compiled once per process, for the first of its launches.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -60,6 +63,8 @@ class Compiled(NamedTuple):
     num_stages: int
     shared_memory: int
     constants: dict[str, Any]
+    signature: dict[str, str]
+    """The types of its arguments: "*bf16", "i32", "constexpr"."""
     files: dict[str, pathlib.Path]
     """By their suffix: "cubin", "ttgir", "amdgcn"."""
 
@@ -99,26 +104,37 @@ def _note(gpu: PretendGPU, *, src: Any, metadata: dict[str, Any], metadata_group
     constants = {names[path[0]]: value for path, value in src.constants.items()}
     files = {pathlib.Path(path).suffix[1:]: pathlib.Path(path) for path in metadata_group.values()}
     gpu.compiled[metadata["hash"]] = Compiled(
-        metadata["name"], gpu.name, metadata["num_warps"], metadata["num_stages"], metadata["shared"], constants, files
+        metadata["name"],
+        gpu.name,
+        metadata["num_warps"],
+        metadata["num_stages"],
+        metadata["shared"],
+        constants,
+        src.signature,
+        files,
     )
+
+
+class _Launcher:
+    """What runs a compiled kernel; Triton keeps it for later launches, perhaps in another `pretend_gpu` block."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self._metadata = metadata
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+        scalars = tuple(argument for argument in rest[4:] if isinstance(argument, int | float))
+        driver.active.gpu.launches.append(Launch(self._metadata.name, self._metadata.hash, (x, y, z), scalars))
 
 
 class _Driver:
     """What Triton asks of a driver."""
 
+    launcher_cls = _Launcher
+
     def __init__(self, gpu: PretendGPU) -> None:
+        self.gpu = gpu
         self._target = TARGETS[gpu.name]
         self.utils = _Utils(gpu)
-
-        class Launcher:
-            def __init__(self, src: Any, metadata: Any) -> None:
-                self._metadata = metadata
-
-            def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
-                scalars = tuple(argument for argument in rest[4:] if isinstance(argument, int | float))
-                gpu.launches.append(Launch(self._metadata.name, self._metadata.hash, (x, y, z), scalars))
-
-        self.launcher_cls = Launcher
 
     def get_current_device(self) -> int:
         return list(TARGETS.values()).index(self._target)  # Triton keeps what it compiled by this number

@@ -52,12 +52,13 @@ def attend(
     CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ONE_QUERY_EACH: tl.constexpr,
-    SPLITS: tl.constexpr,
+    TILES_PER_SPLIT: tl.constexpr,
 ):
     """The grid is (tiles, NUM_KV_HEADS * head blocks, splits); starts_ptr may be None if each sequence has one query.
 
     A key is loaded as KEY_COLUMNS and TAIL_COLUMNS numbers, both powers of two, so that 80 numbers take 64 + 16
-    columns. SPLITS says whether the keys are split: then parts_ptr and weights_ptr are written, not out_ptr.
+    columns. If the keys are split, each split has TILES_PER_SPLIT tiles at least, and parts_ptr and weights_ptr are
+    written, not out_ptr; otherwise it is None.
     """
     QUERIES: tl.constexpr = ROWS // HEADS
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -110,8 +111,8 @@ def attend(
     end_key = tl.minimum(seq_len, first_position + QUERIES)
     first_tile = first_key // KEYS
     end_tile = tl.cdiv(end_key, KEYS)
-    if SPLITS:
-        tiles_per_split = tl.cdiv(tl.maximum(end_tile - first_tile, 0), tl.num_programs(2))
+    if TILES_PER_SPLIT is not None:
+        tiles_per_split = tl.maximum(tl.cdiv(end_tile - first_tile, tl.num_programs(2)), TILES_PER_SPLIT)
         first_tile += tl.program_id(2) * tiles_per_split
         end_tile = tl.minimum(end_tile, first_tile + tiles_per_split)
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
@@ -160,7 +161,7 @@ def attend(
     sums /= tl.where(has_weight, weight, 1.0)[:, None]
     out_rows = tokens * NUM_HEADS + heads
     mask = is_row[:, None] & (value_columns < VALUE_SIZE)[None, :]
-    if SPLITS:
+    if TILES_PER_SPLIT is not None:
         part_rows = out_rows * tl.num_programs(2) + tl.program_id(2)
         log_weight = tl.where(has_weight, highest + tl.log2(tl.where(has_weight, weight, 1.0)), float("-inf"))
         tl.store(weights_ptr + part_rows, log_weight, mask=is_row)
@@ -232,20 +233,20 @@ def merge(
     parts_ptr,
     weights_ptr,
     VALUE_SIZE: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """Put the parts of each query head together, [T * H, SPLITS, VALUE_SIZE] with the logarithms of their weights.
 
-    SPLITS is a power of two. A head without any key becomes 0.
+    The grid is (T * H, tiles of COLUMNS); SPLITS is a power of two. A head without any key becomes 0.
     """
     row = tl.program_id(0).to(tl.int64)
-    splits = tl.arange(0, SPLITS)
-    columns = tl.arange(0, VALUE_COLUMNS)
-    log_weights = tl.load(weights_ptr + row * SPLITS + splits)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    part_rows = row * SPLITS + tl.arange(0, SPLITS)
+    log_weights = tl.load(weights_ptr + part_rows)
     shares = tl.exp2(log_weights - _or_zero(tl.max(log_weights, 0)))
-    mask = (shares > 0.0)[:, None] & (columns < VALUE_SIZE)[None, :]
-    parts = tl.load(parts_ptr + (row * SPLITS + splits)[:, None] * VALUE_SIZE + columns[None, :], mask=mask, other=0.0)
+    # Parts without weight were not written.
+    parts = _load(parts_ptr + part_rows[:, None] * VALUE_SIZE, (shares > 0.0)[:, None], columns[None, :], VALUE_SIZE)
     total = tl.sum(shares, 0)
     out = tl.sum(parts * shares[:, None], 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + row * VALUE_SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=columns < VALUE_SIZE)

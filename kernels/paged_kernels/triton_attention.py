@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paged_kernels.reference import LARGEST_STORED
 from paged_kernels.triton_attend import attend, merge
-from paged_kernels.triton_configs import attention_config, check_cache_dtype, num_splits_for
+from paged_kernels.triton_configs import attention_config, check_cache_dtype
 from paged_kernels.triton_device import current_device
 from paged_kernels.triton_store import store_tokens
 
@@ -44,6 +44,7 @@ def store_kv(
         return
     _check_cache(k_cache, v_cache, k_scales, v_scales)
     key, value = _with_contiguous_heads(key), _with_contiguous_heads(value)
+    num_numbers = triton.next_power_of_2(num_kv_heads) * triton.next_power_of_2(max(key_size, value.shape[2]))
     store_tokens[(num_tokens,)](
         key, value, k_cache, v_cache, k_scales, v_scales, slot_mapping,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
@@ -55,6 +56,7 @@ def store_kv(
         VALUE_SIZE=value.shape[2],
         VALUE_COLUMNS=triton.next_power_of_2(value.shape[2]),
         LARGEST=None if k_scales is None else LARGEST_STORED[k_cache.dtype],
+        num_warps=min(max(num_numbers // 256, 1), 8),  # 8 numbers per thread: 16 bytes, or all at once
     )  # fmt: skip
 
 
@@ -129,14 +131,15 @@ def _attend(layer: _Layer, batch: _Batch, plan: AttentionPlan) -> None:
     if num_tokens == 0:
         return
     device, group = current_device(), num_heads // num_kv_heads
-    config = attention_config(device.architecture, max(key_size, value_size), group * num_tokens / num_sequences)
+    num_rows = group * num_tokens / num_sequences
+    config = attention_config(device.architecture, max(key_size, value_size), num_rows, layer.k_cache.dtype)
     heads = min(group, config.rows)
     num_tiles = num_sequences if batch.starts is None else num_tokens // (config.rows // heads) + num_sequences
     grid = (num_tiles, num_kv_heads * triton.cdiv(group, heads))
     num_splits = plan.num_splits if batch.starts is None else None
     if num_splits is None:
         most_visible = layer.most_visible(plan.max_seq_len)
-        num_splits = num_splits_for(grid[0] * grid[1], most_visible, device.num_processors)
+        num_splits = config.num_splits(grid[0] * grid[1], most_visible, device.num_processors)
     parts = weights = None
     if num_splits > 1:
         parts = batch.query.new_empty(num_tokens, num_heads, num_splits, value_size, dtype=torch.float32)
@@ -161,14 +164,14 @@ def _attend(layer: _Layer, batch: _Batch, plan: AttentionPlan) -> None:
         CHUNK=layer.chunk,
         SOFTCAP=layer.softcap,
         ONE_QUERY_EACH=batch.starts is None,
-        SPLITS=num_splits > 1,
+        TILES_PER_SPLIT=config.keys_per_split // config.keys if num_splits > 1 else None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )  # fmt: skip
     if num_splits > 1:
-        merge[(num_tokens * num_heads,)](
-            batch.out, parts, weights,
-            VALUE_SIZE=value_size, VALUE_COLUMNS=_columns(value_size), SPLITS=num_splits,
+        columns = min(_columns(value_size), 128)
+        merge[(num_tokens * num_heads, triton.cdiv(value_size, columns))](
+            batch.out, parts, weights, VALUE_SIZE=value_size, COLUMNS=columns, SPLITS=num_splits
         )  # fmt: skip
 
 

@@ -6,19 +6,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-SHARED_MEMORY = {
-    "sm_80": 166912,
-    "sm_86": 101376,
-    "sm_90": 232448,
-    "sm_100": 232448,
-    "gfx942": 65536,
-    "gfx950": 163840,
-}
-"""Bytes of shared memory that one program may have. "sm_86" stands for 8.6, 8.9 and 12.x, which have as little."""
-
-_KEYS_PER_SPLIT = 256  # fewer are not worth merging
-_PROGRAMS_PER_PROCESSOR = 2
-_MOST_SPLITS = 128
+_MOST_SPLITS = 64
 
 
 class AttentionConfig(NamedTuple):
@@ -31,61 +19,76 @@ class AttentionConfig(NamedTuple):
     num_warps: int
     num_stages: int
     """Keys and values are loaded `num_stages - 1` tiles ahead on NVIDIA's devices."""
+    keys_per_split: int = 256
+    """A multiple of `keys`; fewer are not worth merging."""
+
+    def num_splits(self, num_programs: int, max_keys: int, num_processors: int) -> int:
+        """Into how many parts the keys of a sequence may be cut, a power of two.
+
+        Sequences that decode are cut finely, since one that is longer than its batch mates would else go on alone, with
+        a fraction of the memory's bandwidth; the short ones leave most of their programs nothing to do. Tiles of many
+        queries have large partial results, so that no more are made than keep each processor busy.
+
+        Args:
+            num_programs: how many there are if keys are not split.
+            max_keys: the most keys that a query may see.
+        """
+        programs_per_processor = 8 if self.rows <= 16 else 1
+        wanted = triton.cdiv(programs_per_processor * num_processors, max(num_programs, 1))
+        possible = triton.cdiv(max_keys, self.keys_per_split)
+        return int(triton.next_power_of_2(max(1, min(wanted, possible, _MOST_SPLITS))))
 
 
-_INTERPRETED = AttentionConfig(16, 16, 4, 2)  # small, so that short sequences have many tiles
+_INTERPRETED = AttentionConfig(16, 16, 4, 2, 16)  # small, so that short sequences have many tiles
 
-# By the larger of a key's and a value's padded sizes, at most: for batches of few queries per sequence, which wait for
-# memory and want many programs side by side, each with loads under way; and for those of many, which compute.
-_FEW_QUERIES = {
-    "sm_80": {128: (16, 64, 4, 3), 256: (16, 32, 4, 3), 512: (16, 16, 4, 3)},
-    "sm_86": {128: (16, 64, 4, 3), 256: (16, 32, 4, 3), 512: (16, 16, 4, 2)},
-    "sm_90": {128: (16, 64, 4, 3), 256: (16, 64, 4, 3), 512: (16, 32, 4, 3)},
-    "sm_100": {128: (16, 64, 4, 3), 256: (16, 64, 4, 3), 512: (16, 32, 4, 3)},
-    "gfx942": {128: (16, 64, 4, 2), 256: (16, 32, 4, 2), 512: (16, 16, 4, 2)},
-    "gfx950": {128: (16, 64, 4, 2), 256: (16, 32, 4, 2), 512: (16, 16, 4, 2)},
+# By the larger of a key's and a value's sizes, at most: for batches of few queries per sequence, which wait for memory
+# and want many programs side by side, each with loads under way; and for those of many, which compute. "sm_86" and
+# "sm_89" stand for all that have no more than 99 KiB of shared memory per program, before and since float8_e4m3fn.
+_SizedConfigs = dict[int, tuple[int, int, int, int]]
+_FEW_ON_SMALL: _SizedConfigs = {128: (16, 64, 4, 3), 256: (16, 32, 4, 3), 576: (16, 16, 4, 2)}
+_FEW_ON_LARGE: _SizedConfigs = {128: (16, 64, 4, 3), 256: (16, 32, 4, 4), 576: (16, 32, 4, 3)}
+_FEW_ON_AMD: _SizedConfigs = {128: (16, 64, 4, 2), 256: (16, 32, 4, 2), 576: (16, 16, 4, 2)}
+_FEW_QUERIES: dict[str, _SizedConfigs] = {
+    "sm_80": {128: (16, 64, 4, 3), 256: (16, 32, 4, 3), 576: (16, 16, 4, 3)},
+    "sm_86": _FEW_ON_SMALL,
+    "sm_89": _FEW_ON_SMALL,
+    "sm_90": _FEW_ON_LARGE,
+    "sm_100": _FEW_ON_LARGE,
+    "gfx942": _FEW_ON_AMD,
+    "gfx950": _FEW_ON_AMD,
 }
-_MANY_QUERIES = {
-    "sm_80": {128: (128, 64, 8, 3), 256: (64, 32, 8, 3), 512: (32, 16, 8, 2)},
-    "sm_86": {128: (64, 64, 4, 2), 256: (64, 32, 8, 2), 512: (16, 16, 4, 2)},
-    "sm_90": {128: (128, 64, 8, 3), 256: (128, 32, 8, 3), 512: (64, 16, 8, 2)},
-    "sm_100": {128: (128, 64, 8, 3), 256: (128, 32, 8, 3), 512: (64, 16, 8, 2)},
-    "gfx942": {128: (64, 64, 4, 2), 256: (64, 32, 8, 2), 512: (32, 16, 8, 2)},
-    "gfx950": {128: (64, 64, 4, 2), 256: (64, 32, 8, 2), 512: (32, 16, 8, 2)},
+_MANY_ON_SMALL: _SizedConfigs = {128: (64, 32, 4, 2), 256: (64, 32, 8, 2), 576: (16, 16, 4, 2)}
+_MANY_ON_AMD: _SizedConfigs = {128: (64, 64, 4, 2), 256: (64, 32, 8, 2), 576: (32, 16, 8, 2)}
+_MANY_QUERIES: dict[str, _SizedConfigs] = {
+    "sm_80": {128: (128, 32, 8, 3), 256: (64, 32, 8, 3), 576: (32, 16, 8, 2)},
+    "sm_86": _MANY_ON_SMALL,
+    "sm_89": _MANY_ON_SMALL,
+    "sm_90": {128: (128, 64, 8, 3), 256: (128, 32, 8, 3), 576: (32, 32, 8, 2)},
+    "sm_100": {128: (128, 64, 8, 3), 256: (64, 32, 8, 3), 576: (32, 32, 8, 2)},
+    "gfx942": _MANY_ON_AMD,
+    "gfx950": _MANY_ON_AMD,
 }
 
 
-def attention_config(architecture: str, head_size: int, num_rows: float) -> AttentionConfig:
+def attention_config(architecture: str, head_size: int, num_rows: float, cache_dtype: torch.dtype) -> AttentionConfig:
     """How to launch `attend` for sequences that have `num_rows` rows on average: queries times heads of a group.
 
-    `head_size` is the larger of a key's and a value's; ValueError if it is above 768.
+    `head_size` is the larger of a key's and a value's; ValueError if it is above 576.
     """
     if architecture == "interpreter":
         return _INTERPRETED
-    if num_rows <= 16:
-        return _row_for(_FEW_QUERIES, architecture, head_size)
-    config = _row_for(_MANY_QUERIES, architecture, head_size)
-    rows = min(config.rows, int(triton.next_power_of_2(math.ceil(num_rows))))
+    config = _row_for(_FEW_QUERIES if num_rows <= 16 else _MANY_QUERIES, architecture, head_size)
+    if cache_dtype.itemsize == 1 and architecture.startswith("sm_"):  # to convert them takes registers
+        config = config._replace(keys=max(16, config.keys // 2))
+    rows = min(config.rows, max(16, int(triton.next_power_of_2(math.ceil(num_rows)))))
     return config._replace(rows=rows, num_warps=max(4, config.num_warps * rows // config.rows))
 
 
-def _row_for(table: dict[str, dict[int, tuple[int, int, int, int]]], architecture: str, size: int) -> AttentionConfig:
+def _row_for(table: dict[str, _SizedConfigs], architecture: str, head_size: int) -> AttentionConfig:
     for most, row in table[architecture].items():
-        if size <= most * 1.5:
+        if head_size <= most:
             return AttentionConfig(*row)
-    raise ValueError(f"a head size of {size} is above the largest that the Triton kernels take, 768; use a CPU")
-
-
-def num_splits_for(num_programs: int, max_keys: int, num_processors: int) -> int:
-    """Into how many parts to cut the keys of each sequence, a power of two: enough to keep all processors busy.
-
-    Args:
-        num_programs: how many there are if keys are not split.
-        max_keys: the most keys that a query may see.
-    """
-    wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * num_processors, max(num_programs, 1))
-    possible = triton.cdiv(max_keys, _KEYS_PER_SPLIT)
-    return int(triton.next_power_of_2(max(1, min(wanted, possible, _MOST_SPLITS))))
+    raise ValueError(f"a head size of {head_size} is above 576, the largest that the Triton kernels take; use a CPU")
 
 
 def check_cache_dtype(architecture: str, dtype: torch.dtype) -> None:

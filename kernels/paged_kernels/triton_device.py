@@ -15,8 +15,6 @@ from triton.runtime import driver
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
-_BLACKWELL_WITH_LITTLE_SHARED_MEMORY = 120
-
 
 class Device(NamedTuple):
     """What launches depend on."""
@@ -52,9 +50,8 @@ def architecture_of(backend: str, arch: int | str) -> str:
         raise RuntimeError(
             f"these kernels need an NVIDIA GPU of compute capability 8.0 or later, this one has {arch / 10}; use a CPU"
         )
-    if arch >= _BLACKWELL_WITH_LITTLE_SHARED_MEMORY:
-        return "sm_86"
-    return "sm_100" if arch >= 100 else "sm_90" if arch >= 90 else "sm_86" if arch > 80 else "sm_80"
+    rows = {80: "sm_80", 81: "sm_86", 89: "sm_89", 90: "sm_90", 100: "sm_100", 120: "sm_89"}
+    return rows[max(first for first in rows if first <= arch)]
 
 
 @triton.jit

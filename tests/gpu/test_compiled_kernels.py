@@ -1,0 +1,54 @@
+"""The Triton kernels as they are compiled for GPUs, on a machine without one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run_compiled(script: Path, *arguments: str) -> str:
+    """What a script prints in a process of its own, in which kernels are compiled, not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def launches():
+    return json.loads(run_compiled(Path(__file__).with_name("launches_process.py")))
+
+
+@pytest.mark.parametrize(("step", "other"), [("decode", "decode of others"), ("mixed", "mixed with others")])
+def test_steps_of_the_same_shapes_launch_the_same(launches, step, other):
+    """So that a CUDA graph of one may be replayed for the other."""
+    assert launches[step] == launches[other]
+    assert len(launches[step]) > 1
+
+
+def test_no_batch_size_is_compiled_for_by_itself(launches):
+    variants = {}
+    for step, step_launches in launches.items():
+        if step.startswith("batch of"):
+            for kernel, variant, _grid, _scalars in step_launches:
+                variants.setdefault(kernel, set()).add(variant)
+    assert len(variants["attend"]) == len(variants["store_tokens"]) == 1
+    assert len(variants["merge"]) <= 2  # one per number of splits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "only"),
+    [("sm_90", ""), *((target, "heads of 128") for target in ("sm_80", "sm_100", "gfx942", "gfx950"))],
+    ids=str,
+)
+def test_compiled_code_breaks_no_rule(target, only):
+    """See `problems_of` in benchmarks/gpu_kernels.py."""
+    assert run_compiled(BENCHMARKS / "gpu_kernels.py", target, f"--only={only}") == ""
