@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 Program = tuple[int, int, int]
+_MOST_PROGRAMS = 2**20  # in one dimension of a grid
 
 
 class WatchedLaunch:
@@ -46,15 +47,30 @@ class WatchedLaunch:
 
     def assert_no_race(self) -> None:
         """No address that a program writes is read or written by another one."""
-        writers: dict[int, Program] = {}
-        for program, addresses in self._written:
-            for address in addresses.tolist():
-                other = writers.setdefault(address, program)
-                assert other == program, f"{self.kernel}: programs {other} and {program} write the same address"
-        for program, addresses in self._read:
-            for address in addresses.tolist() if writers else ():
-                other = writers.get(address, program)
-                assert other == program, f"{self.kernel}: program {program} reads what {other} writes"
+        writers, written = self._by_program(self._written)
+        readers, read = self._by_program(self._read)
+        addresses, first = np.unique(written, return_index=True)
+        self._assert_same(writers, writers[first][np.searchsorted(addresses, written)], "write the same address")
+        is_written = np.isin(read, addresses)
+        writers_of_read = writers[first][np.searchsorted(addresses, read[is_written])]
+        self._assert_same(readers[is_written], writers_of_read, "read and write the same address")
+
+    def _by_program(
+        self, accesses: list[tuple[Program, NDArray[np.uint64]]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        """The program of each access, as a number, and its address."""
+        if not accesses:
+            return np.empty(0, np.int64), np.empty(0, np.uint64)
+        programs, addresses = zip(*accesses, strict=True)
+        x, y, z = np.array(programs).T
+        numbers = (x * _MOST_PROGRAMS + y) * _MOST_PROGRAMS + z
+        return np.repeat(numbers, [len(some) for some in addresses]), np.concatenate(addresses)
+
+    def _assert_same(self, programs: NDArray[np.int64], others: NDArray[np.int64], verb: str) -> None:
+        for at in np.flatnonzero(programs != others)[:1]:
+            pair = [(n // _MOST_PROGRAMS**2, n // _MOST_PROGRAMS % _MOST_PROGRAMS, n % _MOST_PROGRAMS)
+                    for n in (int(others[at]), int(programs[at]))]  # fmt: skip
+            raise AssertionError(f"{self.kernel}: programs {pair[0]} and {pair[1]} {verb}")
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
