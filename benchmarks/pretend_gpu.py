@@ -21,13 +21,22 @@ from triton.runtime import driver
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
 }
-SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536, "gfx950": 163840}
-_NUM_PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
+SHARED_MEMORY = {
+    "sm_80": 166912,
+    "sm_89": 101376,
+    "sm_90": 232448,
+    "sm_100": 232448,
+    "gfx942": 65536,
+    "gfx950": 163840,
+}
+"""Bytes that one program may have."""
+_NUM_PROCESSORS = {"sm_80": 108, "sm_89": 128, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
 _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

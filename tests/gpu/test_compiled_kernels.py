@@ -46,7 +46,7 @@ def test_no_batch_size_is_compiled_for_by_itself(launches):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "only"),
-    [("sm_90", ""), *((target, "heads of 128") for target in ("sm_80", "sm_100", "gfx942", "gfx950"))],
+    [("sm_90", ""), *((target, "heads of 128") for target in ("sm_80", "sm_89", "sm_100", "gfx942", "gfx950"))],
     ids=str,
 )
 def test_compiled_code_breaks_no_rule(target, only):
