@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -57,6 +58,20 @@ class LowRankAdapters:
         return Pointers(shrinks, expands, ranks, firsts, widths)
 
     @functools.cached_property
+    def table(self) -> Tensor:
+        """The pointers as the GPUs' kernel reads them, where the weights are: [5, adapters, most pieces]."""
+        return torch.from_numpy(np.stack(self.pointers)).to(self._some_weight.device, non_blocking=True)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all weights."""
+        return self._some_weight.dtype
+
+    @functools.cached_property
+    def _some_weight(self) -> Tensor:
+        return next(pieces[0].shrink for pieces in self.pieces if pieces)
+
+    @functools.cached_property
     def cost(self) -> int:
         """Most weights that a row is multiplied with."""
         return max(sum(one.shrink.numel() + one.expand.numel() for one in pieces) for pieces in self.pieces)
@@ -68,6 +83,7 @@ class RowIndex:
     def __init__(self, index: NDArray[np.int32], num_adapters: int) -> None:
         """index [M]"""
         self.index = index
+        self._num_adapters = num_adapters
         counts = np.bincount(index + 1, minlength=num_adapters + 1)[1:]
         many = map(int, np.flatnonzero(counts > _MANY_ROWS))
         self.of_many = [(number, np.flatnonzero(index == number)) for number in many]
@@ -77,5 +93,26 @@ class RowIndex:
         """The rows of all others."""
         self.adapters_of_few = index[self.few].astype(np.int64)
 
+        self._tiles: dict[tuple[torch.device, int], Tensor] = {}
+
     def __len__(self) -> int:
         return len(self.index)
+
+    def tiles(self, num_rows: int, device: torch.device) -> Tensor:
+        """Up to so many rows of one adapter in each tile: [tiles, 1 + num_rows] int32, the adapter and the rows; -1
+        for none. How many tiles there are depends on the numbers of rows and adapters only."""
+        if (device, num_rows) not in self._tiles:
+            tiles = torch.from_numpy(self._make_tiles(num_rows))
+            self._tiles[device, num_rows] = tiles.to(device, non_blocking=True)
+        return self._tiles[device, num_rows]
+
+    def _make_tiles(self, num_rows: int) -> NDArray[np.int32]:
+        tiles = np.full((len(self) // num_rows + self._num_adapters, 1 + num_rows), -1, np.int32)
+        next_tile = 0
+        for number in range(self._num_adapters):
+            chosen = np.flatnonzero(self.index == number)
+            for start in range(0, len(chosen), num_rows):
+                part = chosen[start : start + num_rows]
+                tiles[next_tile, 0], tiles[next_tile, 1 : 1 + len(part)] = number, part
+                next_tile += 1
+        return tiles

@@ -284,6 +284,22 @@ def mask_logits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     logits[rows] = logits[rows].masked_fill(banned, -torch.inf)
 
 
+def penalise(logits: Tensor, rows: Tensor, ids: Tensor, repetition: Tensor, subtracted: Tensor) -> None:
+    """Penalise N tokens, in place: positive logits are divided by `repetition` and negative ones multiplied with it,
+    as in CTRL (arXiv:1909.05858), then `subtracted` is subtracted.
+
+    Args:
+        logits: [S, V] float32
+        rows: [N] int64, the row of each token.
+        ids: [N] int64, each once in a row.
+        repetition: [N] float32
+        subtracted: [N] float32
+    """
+    values = logits[rows, ids]
+    values = torch.where(values < 0, values * repetition, values / repetition)
+    logits[rows, ids] = values - subtracted
+
+
 def draw(logits: Tensor, temperatures: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, shares: Tensor) -> Tensor:
     """A token per row, each as likely as its softmax among those that `min_p`, then `top_k`, then `top_p` keep.
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+import paged_kernels
 from paged_backend.sampling_params import SamplingParams
 
 _LOWEST_REPETITION, _HIGHEST_REPETITION = 1e-30, 1e30
@@ -84,13 +85,15 @@ def apply_penalties(logits: torch.Tensor, penalised: Sequence[PenalisedRow]) -> 
     ]
 
     def on_device(values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values).to(logits.device)
+        return torch.from_numpy(values).to(logits.device, non_blocking=logits.is_cuda)
 
-    index = on_device(np.repeat([item.row for item in penalised], sizes)), on_device(np.concatenate(ids))
-    penalties = on_device(np.repeat(np.array(repetition, dtype=np.float32), sizes))
-    values = logits[index]
-    values = torch.where(values < 0, values * penalties, values / penalties)
-    logits[index] = values - on_device(np.concatenate(subtracted))
+    paged_kernels.penalise(
+        logits,
+        on_device(np.repeat([item.row for item in penalised], sizes)),
+        on_device(np.concatenate(ids)),
+        on_device(np.repeat(np.array(repetition, dtype=np.float32), sizes)),
+        on_device(np.concatenate(subtracted)),
+    )
 
 
 def _subtracted(item: PenalisedRow) -> npt.NDArray[np.float32]:
