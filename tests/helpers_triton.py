@@ -20,11 +20,14 @@ _MOST_PROGRAMS = 2**20  # in one dimension of a grid
 class WatchedLaunch:
     """One launch of a kernel: its grid, and the bytes that all its programs read and wrote, per argument."""
 
-    def __init__(self, kernel: str, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, kernel: str, grid: tuple[int, ...], arguments: dict[str, Any], others: tuple[Tensor, ...]
+    ) -> None:
         self.kernel, self.grid = kernel, grid
         self.bytes_read: Counter[str] = Counter()
         self.bytes_written: Counter[str] = Counter()
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        tensors |= {f"other {number}": tensor for number, tensor in enumerate(others)}
         self._names = list(tensors)
         self._bounds = np.array([_extent(tensor) for tensor in tensors.values()], np.uint64).reshape(-1, 2)
         self._read: list[tuple[Program, NDArray[np.uint64]]] = []
@@ -82,8 +85,11 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def watched_memory() -> Iterator[list[WatchedLaunch]]:
-    """The launches inside this block. AssertionError, or Triton's error with its text, for an access that is wrong."""
+def watched_memory(*others: Tensor) -> Iterator[list[WatchedLaunch]]:
+    """The launches inside this block. AssertionError, or Triton's error with its text, for an access that is wrong.
+
+    Kernels may access the `others`, too, whose addresses they find in memory.
+    """
     launches: list[WatchedLaunch] = []
     builder = interpreter.interpreter_builder
     run, load, store = (
@@ -92,7 +98,7 @@ def watched_memory() -> Iterator[list[WatchedLaunch]]:
 
     def watched_run(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
-        launches.append(WatchedLaunch(self.fn.__name__, self.grid, arguments))
+        launches.append(WatchedLaunch(self.fn.__name__, self.grid, arguments, others))
         run(self, *args, **kwargs)
         launches[-1].assert_no_race()
 

@@ -38,6 +38,17 @@ class Pointers(NamedTuple):
     widths: NDArray[np.int64]
 
 
+class Extent(NamedTuple):
+    """What all pieces of a layer have room in."""
+
+    num_pieces: int
+    """Of one adapter."""
+    rank: int
+    width: int
+    is_aligned: bool
+    """Whether all begin, and end, at multiples of 16 columns."""
+
+
 class LowRankAdapters:
     """The pieces of each adapter for one layer; an adapter that does not change it has none."""
 
@@ -61,6 +72,12 @@ class LowRankAdapters:
     def table(self) -> Tensor:
         """The pointers as the GPUs' kernel reads them, where the weights are: [5, adapters, most pieces]."""
         return torch.from_numpy(np.stack(self.pointers)).to(self._some_weight.device, non_blocking=True)
+
+    @functools.cached_property
+    def extent(self) -> Extent:
+        pointers = self.pointers
+        is_aligned = not ((pointers.firsts | pointers.widths) % 16).any()
+        return Extent(pointers.ranks.shape[1], int(pointers.ranks.max()), int(pointers.widths.max()), is_aligned)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,9 +1,9 @@
 """Low-rank additions to the outputs of linear layers on GPUs, each row with the weights of its own adapter.
 
 Rows are put into tiles that share an adapter, in an order made on the host, once per step. Two launches then serve all
-adapters and all pieces of a layer: the first multiplies the tiles by what shrinks them, in parts of their depth if there
-are few of them, the second by what expands them again. How many programs there are depends on shapes only: tiles that
-nobody needs are empty.
+adapters and all pieces of a layer: the first multiplies the tiles by what shrinks them, in parts of their depth if
+there are few of them, the second by what expands them again. How many programs there are depends on shapes only: tiles
+that nobody needs are empty.
 """
 
 import torch
@@ -28,25 +28,30 @@ def add_low_rank(out: Tensor, x: Tensor, adapters: LowRankAdapters, rows: RowInd
     if not num_rows:
         return
     assert x.stride(1) == out.stride(1) == 1
-    pointers, table = adapters.pointers, adapters.table
-    tiles = rows.tiles(16 if num_rows <= _FEW_ROWS else 64, x.device)
-    num_tiles, num_pieces = len(tiles), pointers.ranks.shape[1]
-    rank = max(_LEAST_RANK, triton.next_power_of_2(int(pointers.ranks.max())))
-    widest = int(pointers.widths.max())
-    num_parts = triton.cdiv(depth, _PART) if num_rows <= _FEW_ROWS else 1
-    low = torch.empty(num_parts, num_rows, num_pieces, rank, dtype=torch.float32, device=x.device)
-    sizes = {"ROWS": tiles.shape[1] - 1, "RANK": rank, "PIECES": num_pieces, "WEIGHT_TYPE": _TYPES[adapters.dtype]}
-    _shrink[(num_tiles, num_pieces, num_parts)](
+    has_few = num_rows <= _FEW_ROWS
+    extent, table, tiles = adapters.extent, adapters.table, rows.tiles(16 if has_few else 64, x.device)
+    rank = max(_LEAST_RANK, triton.next_power_of_2(extent.rank))
+    num_parts = triton.cdiv(depth, _PART) if has_few else 1
+    low = torch.empty(num_parts, num_rows, extent.num_pieces, rank, dtype=torch.float32, device=x.device)
+    options = {
+        "ROWS": tiles.shape[1] - 1,
+        "RANK": rank,
+        "PIECES": extent.num_pieces,
+        "WEIGHT_TYPE": _TYPES[adapters.dtype],
+        "num_warps": 4 if has_few else 8,
+    }
+    _shrink[(len(tiles), extent.num_pieces, num_parts)](
         *(low, x, table, table[0].numel(), tiles, num_rows, depth, x.stride(0)),
-        PART=depth if num_parts == 1 else _PART,
+        PART=_PART if has_few else depth,
         BLOCK=_DEPTH_BLOCK,
-        **sizes,
+        **options,
     )
-    _expand[(num_tiles, num_pieces, triton.cdiv(widest, _COLUMNS))](
+    _expand[(len(tiles), extent.num_pieces, triton.cdiv(extent.width, _COLUMNS))](
         *(out, low, table, table[0].numel(), tiles, num_rows, out.stride(0)),
         PARTS=num_parts,
         COLUMNS=_COLUMNS,
-        **sizes,
+        IS_ALIGNED=extent.is_aligned,
+        **options,
     )
 
 
@@ -104,6 +109,7 @@ def _expand(
     stride,
     PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     RANK: tl.constexpr,
     PIECES: tl.constexpr,
@@ -119,6 +125,9 @@ def _expand(
     rank = tl.load(entry + 2 * table_size)
     first = tl.load(entry + 3 * table_size)
     width = tl.load(entry + 4 * table_size)
+    if IS_ALIGNED:
+        first = tl.multiple_of(first, 16)
+        width = tl.multiple_of(width, 16)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     if tl.program_id(2) * COLUMNS >= width:  # also pieces of rank 0
         return

@@ -36,7 +36,7 @@ from paged_kernels.triton_rows import (
 _BLOCK = 4096
 _CAPACITY = 16384
 """Notes of a row; if more tokens are left, the row itself is read."""
-_NUM_WARPS = 16
+_NUM_WARPS = 8
 _MOST_BEST = 64
 """Best tokens that are found one after the other; for more of them the rows are sorted."""
 _TOKENS = 256
@@ -124,7 +124,7 @@ def _describe_rows(
     """What is known once the row was read, and the places of its `num` best tokens, with some others."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
-    best, best_id, maxima = survey(logits_ptr, vocab_size, BLOCK)
+    best, _best_id, maxima = survey(logits_ptr, vocab_size, BLOCK)
     chosen = tl.load(logits_ptr + tl.load(chosen_ptr + row)).to(tl.float32)
     total = tl.full((), 0, tl.int64)
     rank = tl.full((), 1, tl.int32)

@@ -11,7 +11,7 @@ from helpers_triton import watched_memory
 from paged_kernels import reference
 from paged_kernels.triton_fused import add_rms_norm, rotary, silu_and_mul
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.timeout(100), pytest.mark.filterwarnings("ignore:overflow")]
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 # The interpreter truncates to bfloat16, so that each rounding may be off by one more.
@@ -93,7 +93,6 @@ def test_silu_and_mul_computes_its_definition(width, activation, dtype):
     assert_close(actual, reference.silu_and_mul(gate_up, activation=activation))
 
 
-@pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_activations_have_their_limits_and_keep_nan(activation):
     gate = torch.tensor([-1e30, -1e4, 0.0, 1e4, 1e30, math.inf, math.nan])
