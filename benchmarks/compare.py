@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import results
-from engines import PEERS, EngineProcess, Setup, available_threads, engine_names, start
+from engines import ENVIRONMENTS, PEERS, EngineProcess, Setup, available_threads, engine_names, start
 from rounds import Engine, machine, take_turns
 from workloads import WORKLOADS, Workload
 
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="demo", help="demo, or a folder with a transformers checkpoint")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp, which converts it to the precision")
-    parser.add_argument("--environments", type=Path, default=Path.home() / ".cache" / "paged-backend" / "peers")
+    parser.add_argument("--environments", type=Path, default=ENVIRONMENTS)
     parser.add_argument("--threads", type=int, default=available_threads())
     parser.add_argument("--paged-options", type=json.loads, default={}, help="JSON of EngineConfig fields for ours")
     parser.add_argument(

@@ -18,6 +18,8 @@ from typing import Any
 
 SCRIPTS = Path(__file__).with_name("peers")
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+ENVIRONMENTS = Path.home() / ".cache" / "paged-backend" / "peers"
+"""Where those of peers are made, unless another place is named."""
 
 
 @dataclasses.dataclass(frozen=True)

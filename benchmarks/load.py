@@ -11,47 +11,41 @@ in the middle of every tenth. When the time is over, no new chat begins and thos
 
 The exit code is 1 if one of them is not so. `--peers` measures other servers with the same client.
 
-The KV cache has to be small enough to be used up before the second quarter of the time: systems count memory from its
-first use on, so that the server would seem to grow until then.
+Systems count memory from its first use on, so that a server would seem to grow for as long as it finds blocks of its KV
+cache that nobody has used yet. So all of them are used once before the time begins.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import pathlib
 import random
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import psutil
 
-import paged_backend
-from engines import available_threads
+from engines import ENVIRONMENTS, PEERS, Setup, available_threads
 from paged_backend import LLM, SamplingParams
 from rounds import start, versions
+from servers import HOST, free_port, peer_command, serving
 from stream_client import Answer, chat
 from workloads import Conversation, Workload
 
-HOST = "127.0.0.1"
 SHORTEST, LONGEST = 16, 128
 HANG_UP_SHARE = 0.1
 MOST_GROWTH = 1.03
 LEAST_RATIO = 0.9
-_READY_SECONDS = 300.0
 _ANSWER_SECONDS = 300.0
 _SAMPLE_SECONDS = 0.5
+_FILLING_TOKENS = 512
 
 
 class Chat(NamedTuple):
@@ -87,10 +81,17 @@ class Load(NamedTuple):
         return [answer.error for answer in self.answers if answer.error]
 
     @property
+    def memory_by_quarter(self) -> list[float]:
+        """Of the time, in bytes."""
+        length = max(1, len(self.memory) // 4)
+        parts = (self.memory[number * length : (number + 1) * length] for number in range(3))
+        return [statistics.mean(part or self.memory) for part in (*parts, self.memory[-length:])]
+
+    @property
     def growth(self) -> float:
         """The memory of the last quarter of the time by that of the second."""
-        quarter = max(1, len(self.memory) // 4)
-        return statistics.mean(self.memory[-quarter:]) / statistics.mean(self.memory[quarter : 2 * quarter])
+        _, second, _, last = self.memory_by_quarter
+        return last / second
 
     def report(self, name: str) -> str:
         waits = sorted(answer.seconds_to_first for answer in self.answers if answer.seconds_to_first is not None)
@@ -142,48 +143,32 @@ async def put_load(target: Target, num_clients: int, seconds: float, seed: int) 
     return load._replace(seconds=time.perf_counter() - begin)
 
 
-@contextlib.contextmanager
-def serving(command: list[str], port: int, ready: str, environment: Mapping[str, str] | None = None) -> Iterator[int]:
-    """The id of a server's process, once `ready` answers 200; ended, and waited for, at the end."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})})
-    try:
-        deadline = time.monotonic() + _READY_SECONDS
-        while not answers(port, ready):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the server did not start: {' '.join(command)}")
-            time.sleep(0.5)
-        yield process.pid
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        process.kill()
-        process.wait()
-
-
-def answers(port: int, path: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://{HOST}:{port}{path}", timeout=5) as response:
-            return response.status == 200
-    except OSError:
-        return False
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
+def stats_of(port: int) -> dict[str, int]:
+    """The counters of our server's engine."""
+    with urllib.request.urlopen(f"http://{HOST}:{port}/paged/kv_map", timeout=10) as response:
+        stats: dict[str, int] = json.load(response)["stats"]
+    return stats
 
 
 def held_blocks(port: int) -> int:
     """Blocks that are still held a moment after the last answer."""
     for _ in range(20):
-        with urllib.request.urlopen(f"http://{HOST}:{port}/paged/kv_map", timeout=10) as response:
-            stats = json.load(response)["stats"]
+        stats = stats_of(port)
         if not (held := stats["num_blocks"] - stats["num_free_blocks"]):
             return 0
         time.sleep(0.25)
-    return int(held)
+    return held
+
+
+def use_every_block(port: int) -> None:
+    """Have prompts computed until one takes a block from another: those that nobody has used yet come first."""
+    number = 0
+    while not stats_of(port)["num_evictions"]:
+        number += 1
+        body = {"model": "model", "prompt": [number] * _FILLING_TOKENS, "max_tokens": 1}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://{HOST}:{port}/v1/completions", json.dumps(body).encode(), headers)
+        urllib.request.urlopen(request, timeout=_ANSWER_SECONDS).close()
 
 
 def load_of_ours(arguments: argparse.Namespace) -> tuple[Load, int]:
@@ -201,6 +186,7 @@ def load_of_ours(arguments: argparse.Namespace) -> tuple[Load, int]:
     with serving(command, port, "/ready") as process_id:
         target = Target(process_id, port, "model")
         asyncio.run(put_load(target, 4, 1.0, seed=-1))  # a warm-up
+        use_every_block(port)
         load = asyncio.run(put_load(target, arguments.clients, arguments.seconds, arguments.seed))
         return load, held_blocks(port)
 
@@ -233,25 +219,18 @@ def rate_in_process(arguments: argparse.Namespace, load: Load) -> float:
     return sum(number for _, number in work) / float(seconds)
 
 
-def peer_command(name: str, arguments: argparse.Namespace, folder: str, port: int) -> list[str]:
-    """How to start another server."""
-    common = ["--host", HOST, "--port", str(port), "--dtype", arguments.dtype]
-    if name == "vllm":
-        python = [arguments.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-        return [*python, *common, "--served-model-name", folder, "--max-num-seqs", str(arguments.clients)]
-    transformers = str(pathlib.Path(sys.executable).with_name("transformers"))
-    return [transformers, "serve", *common, "--continuous-batching", "--device", "cpu"]
-
-
 def load_of_peer(name: str, arguments: argparse.Namespace) -> Load:
     port = free_port()
-    folder = str(paged_backend.demo_folder()) if arguments.model == "demo" else arguments.model
-    cores = f"0-{available_threads() - 1}"
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
-    with serving(peer_command(name, arguments, folder, port), port, "/health", environment) as process_id:
+    setup = Setup(arguments.model, arguments.environments, available_threads())
+    environment = {"OMP_NUM_THREADS": str(setup.threads), "PYTHONPATH": ""}
+    with serving(
+        peer_command(name, setup, port, arguments.dtype, arguments.clients), port, "/health", environment
+    ) as process_id:
+        folder = str(setup.source(PEERS["generate"]))
         target = Target(process_id, port, folder, is_transformers=name == "transformers")
         asyncio.run(put_load(target, 2, 1.0, seed=-1))
-        return asyncio.run(put_load(target, arguments.clients, arguments.peer_seconds, arguments.seed))
+        seconds = arguments.peer_seconds or arguments.seconds
+        return asyncio.run(put_load(target, arguments.clients, seconds, arguments.seed))
 
 
 def complaints(load: Load, num_held: int, rate: float | None) -> list[str]:
@@ -272,16 +251,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-rate", action="store_true", help="do not compare with LLM.chat")
     parser.add_argument("--peers", nargs="*", default=[], choices=("vllm", "transformers"))
-    parser.add_argument("--peer-seconds", type=float, default=30.0)
-    parser.add_argument("--vllm-python", default="python", help="the interpreter that has vLLM")
+    parser.add_argument("--peer-seconds", type=float, help="time in which chats of peers begin (default: as ours)")
+    parser.add_argument(
+        "--environments",
+        type=pathlib.Path,
+        default=ENVIRONMENTS,
+        help="where peers are installed (default: %(default)s)",
+    )
     arguments = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("terminated"))  # and end the servers
     print(f"{versions()}, {arguments.model} in {arguments.dtype}, {arguments.clients} clients", flush=True)
     load, num_held = load_of_ours(arguments)
     print(load.report("paged-backend serve"), flush=True)
+    quarters = ", ".join(f"{memory / 2**20:.1f}" for memory in load.memory_by_quarter)
     print(
-        f"memory: {load.memory[-1] / 2**20:.0f} MiB, last quarter by second {load.growth:.3f}; {num_held} blocks held"
+        f"memory in the quarters of the time: {quarters} MiB; last by second {load.growth:.4f}; {num_held} blocks held"
     )
     rate = None if arguments.no_rate else rate_in_process(arguments, load)
     if rate is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -180,6 +181,11 @@ def make_chat_tokenizer(template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFas
 
 def user(content: str) -> dict[str, Any]:
     return {"role": "user", "content": content}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def answered(response: httpx.Response) -> Any:

@@ -23,7 +23,7 @@ import pytest
 from langchain_openai import ChatOpenAI
 
 from helpers import WAIT_SECONDS, is_idle, num_ended, wait_until
-from helpers_server import END, ServerUnderTest, make_models, make_server, refusal, user
+from helpers_server import END, ServerUnderTest, free_port, make_models, make_server, refusal, user
 from paged_backend import LLM
 from paged_backend.server import lifecycle
 from paged_backend.server.settings import ServerSettings
@@ -349,11 +349,6 @@ def test_the_drain_ends_after_its_time() -> None:
         process.terminate()
         assert process.end()[0] == 0
         posting.join(WAIT_SECONDS)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 async def is_open(port: int | None) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import protocol
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+LENGTHS = {"max_model_len": 8192, "max_num_batched_tokens": 512}
 
 
 def preloaded() -> str:
@@ -18,16 +19,21 @@ def preloaded() -> str:
     return ":".join(map(str, places))
 
 
-def load(model: Path, precision: str, threads: int, options: dict[str, Any]) -> protocol.Engine:
-    environment = {
+def environment(threads: int) -> dict[str, str]:
+    """Variables that vLLM wants, for processes that start after they are set."""
+    return {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "LD_PRELOAD": preloaded(),
     }
-    os.environ |= environment  # read by the processes that vllm starts
+
+
+def load(model: Path, precision: str, threads: int, options: dict[str, Any]) -> protocol.Engine:
+    variables = environment(threads)
+    os.environ |= variables  # read by the processes that vllm starts
     from vllm import LLM, SamplingParams
 
-    settings = {"dtype": DTYPES[precision], "max_model_len": 8192, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    settings = {"dtype": DTYPES[precision], "max_num_seqs": 64, **LENGTHS}
     llm = LLM(model=str(model), **settings | options)
 
     def generate(conversations: list[protocol.Conversation], num_tokens: int) -> protocol.Counts:
@@ -38,8 +44,8 @@ def load(model: Path, precision: str, threads: int, options: dict[str, Any]) -> 
             sum(len(output.outputs[0].token_ids) for output in outputs),
         )
 
-    names = ":".join(Path(library).name for library in environment["LD_PRELOAD"].split(":"))
-    return protocol.Engine(generate, settings | options | environment | {"LD_PRELOAD": names})
+    names = ":".join(Path(library).name for library in variables["LD_PRELOAD"].split(":"))
+    return protocol.Engine(generate, settings | options | variables | {"LD_PRELOAD": names})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""What loading a model takes, as far as its files tell."""
+"""What loading a model takes, as far as its files tell; and giving that back."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 from pathlib import Path
 
 from paged_backend import EngineConfig
@@ -20,3 +23,11 @@ def num_bytes_needed(model: str, config: EngineConfig) -> int:
         files = list(path.glob("*.safetensors")) or list(path.glob("*.bin"))
         num_bytes = sum(file.stat().st_size for file in files)
     return int(num_bytes * _BESIDE_WEIGHTS) + cache
+
+
+def give_memory_back() -> None:
+    """Have the system get the memory of what nobody holds any more: engines are parts of cycles, and glibc keeps what
+    has been freed, in each thread's arena, for the next who wants memory."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # other systems' allocators have no such function
+        ctypes.CDLL(None).malloc_trim(0)

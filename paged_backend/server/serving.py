@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 from paged_backend import LLM, EngineError, EngineStats, LoRARequest
 from paged_backend.server.errors import ApiError
+from paged_backend.server.memory import give_memory_back
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.settings import ServerSettings
 
@@ -112,7 +112,9 @@ class Serving:
             with contextlib.suppress(ApiError, EngineError):
                 self.metrics.keep(await self.stats())
             llm, self._llm, self._stats = self._llm, None, None
-            await asyncio.to_thread(_close, llm)
+            await asyncio.to_thread(llm.close)
+            del llm  # or what it holds would not be given back
+            await asyncio.to_thread(give_memory_back)
         finally:
             self.is_leaving = False
 
@@ -146,11 +148,6 @@ class Serving:
 
     def _take(self, llm: LLM) -> None:
         self._llm, self.max_model_len, self.last_used = llm, llm.max_model_len, time.monotonic()
-
-
-def _close(llm: LLM) -> None:
-    llm.close()
-    gc.collect()  # engines are parts of cycles: their memory is needed now
 
 
 def _settle(future: asyncio.Future[LLM], llm: LLM | None, error: Exception | None) -> None:
