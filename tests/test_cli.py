@@ -145,6 +145,14 @@ def test_a_file_of_options_counts_unless_the_command_line_says_otherwise(
     assert fakes.made == [("m", {"max_num_seqs": 3})]
 
 
+def test_a_file_of_options_may_say_what_is_not_wanted(served: list[Models], fakes: Fakes, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("model: m\nno-ui: true\nno-enable-prefix-caching: true\nno-enable-lora: false\n")
+    assert run("serve", "--config", str(config)).exit_code == 0
+    assert fakes.made == [("m", {"enable_prefix_caching": False, "enable_lora": True})]
+    assert not served[0].settings.ui
+
+
 def test_several_models_have_a_name_each(served: list[Models], fakes: Fakes) -> None:
     arguments = ("--model-idle-timeout", "60", "--served-model-name", "x", "y", "--api-key", "k", "l", "--port", "9")
     assert run("serve", "a", "b", *arguments).exit_code == 0

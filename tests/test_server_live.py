@@ -254,6 +254,25 @@ def test_an_address_in_use_is_an_error() -> None:
             lifecycle.run(make_models(settings, make=lambda: make_server().llm))
 
 
+def test_a_unix_socket_is_gone_with_its_server(tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    models = make_models(ServerSettings(uds=str(path)), make=lambda: make_server().llm)
+
+    async def run() -> int:
+        running = asyncio.create_task(lifecycle.serve(models))
+        transport = httpx.AsyncHTTPTransport(uds=str(path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            while not models.is_ready or not path.exists():
+                await asyncio.sleep(0.01)
+            status = (await client.get("/ready")).status_code
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return status
+
+    assert asyncio.run(asyncio.wait_for(run(), WAIT_SECONDS)) == 200
+    assert not path.exists()
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
     def make() -> LLM:
         raise ValueError("no such model")
@@ -331,7 +350,8 @@ def test_a_second_sigterm_ends_requests_with_an_error() -> None:
             wait_until(lambda: httpx.get(f"{process.url}/ready").status_code == 503)
             process.terminate()
             rest = [line for line in lines if line]
-        assert json.loads(rest[-1][6:])["error"]["code"] == "engine_dead"
+        error = json.loads(rest[-1][6:])["error"]
+        assert (error["code"], error["message"]) == ("engine_dead", "the engine is closed")
         code, output = process.end()
         assert (code, "Traceback" in output) == (0, False), output
 

@@ -178,6 +178,10 @@ def _take_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+def _name_of(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
 def _read_config(context: typer.Context, path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -186,9 +190,16 @@ def _read_config(context: typer.Context, path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise typer.BadParameter(f"{path} must map options to values")
     parameters = {str(parameter.name): parameter for parameter in context.command.params}
+    opposites = {
+        _name_of(flag): parameter
+        for parameter in parameters.values()
+        for flag in getattr(parameter, "secondary_opts", ())
+    }
     result = {}
     for key, value in content.items():
-        name = str(key).lstrip("-").replace("-", "_")
+        name = _name_of(str(key))
+        if name in opposites and isinstance(value, bool):
+            name, value = str(opposites[name].name), not value
         if name not in parameters:
             nearest = difflib.get_close_matches(name, parameters, n=1)
             hint = f"; did you mean {nearest[0].replace('_', '-')!r}?" if nearest else ""

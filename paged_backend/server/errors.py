@@ -28,6 +28,8 @@ _PIECE = 4096
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
+_FOR_PROGRAMS = "; make a new LLM"
+"""What clients cannot do."""
 _NAMED_FIELD = re.compile(r"^(?:prompt \d+: )?(\w+?)(?:\[|=| has the token id)")
 
 
@@ -98,7 +100,7 @@ def described(error: Exception) -> ApiError:
         case RequestTimeoutError():
             return ApiError(504, str(error), code="request_timeout")
         case EngineDeadError():
-            return ApiError(503, str(error), code="engine_dead")
+            return ApiError(503, str(error).removesuffix(_FOR_PROGRAMS), code="engine_dead")
         case EngineError():
             return ApiError(500, str(error), code="engine_error")
         case HTTPException():

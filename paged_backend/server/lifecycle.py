@@ -8,6 +8,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -132,6 +133,8 @@ class _Server(uvicorn.Server):
         except SystemExit:
             where = self.config.uds or f"{self.config.host}:{self.config.port}"
             raise OSError(f"cannot listen on {where}; is another server running there?") from None
+        if self.config.uds:
+            Path(self.config.uds).unlink(missing_ok=True)
 
 
 def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
