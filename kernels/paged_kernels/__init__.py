@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 from paged_kernels import reference
-from paged_kernels.compilation import telling_of_compilation
+from paged_kernels.compilation import after_compilation, telling_of_compilation
 from paged_kernels.packing import PackedWeight, pack
 
 __all__ = [
     "PackedWeight",
     "add_low_rank",
     "add_rms_norm",
+    "after_compilation",
     "best_logits",
     "draw",
     "interpreted",

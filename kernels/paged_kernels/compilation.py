@@ -1,4 +1,4 @@
-"""Knowing when kernels are compiled, which takes long, rather than read from the disk."""
+"""Knowing when kernels are compiled, which takes long, rather than read from the disk, and when that is over."""
 
 from __future__ import annotations
 
@@ -23,4 +23,24 @@ def telling_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
             pass
 
     with event.install_listener("numba:compile", Listener()):
+        yield
+
+
+@contextlib.contextmanager
+def after_compilation(act: Callable[[], None]) -> Iterator[None]:
+    """Calls `act` within this block whenever a kernel has been compiled, or read from the disk and linked."""
+    from numba.core import event
+
+    class Listener(event.Listener):  # type: ignore[misc]
+        depth = 0
+
+        def on_start(self, event: object) -> None:
+            self.depth += 1
+
+        def on_end(self, event: object) -> None:
+            self.depth -= 1
+            if self.depth == 0:
+                act()
+
+    with event.install_listener("numba:compiler_lock", Listener()):
         yield

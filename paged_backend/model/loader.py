@@ -36,6 +36,7 @@ from paged_backend.model.demo import demo_folder
 from paged_backend.model.encoder import embedding_support, is_encoder, max_seq_length
 from paged_backend.model.gguf import gguf_folder
 from paged_backend.model.linear import cpu_computes
+from paged_backend.model.mapped_files import trim_heap
 from paged_backend.model.quantize import quantize_linears
 from paged_backend.model.remote_tokenizers import IM_END, qwen_tokenizer
 from paged_backend.model.rope import length_limits
@@ -124,6 +125,7 @@ def load(
         classifies = is_classifier(loaded.config, loaded)
         embedding = None if classifies else embedding_support(loaded, path, options, name)
         length = max_seq_length(path, options) if is_encoder(loaded.config) else None
+    trim_heap()  # reading a tokenizer leaves twice its size
     return LoadedModel(
         model=loaded,
         name=name,

@@ -33,6 +33,7 @@ from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.linear import speed_up_linears, unpack_projections
 from paged_backend.model.loader import LoadedModel
 from paged_backend.model.lora import AdapterStore, StepAdapters, adapted
+from paged_backend.model.mapped_files import compiler_given_back
 from paged_backend.model.memory import room_for
 from paged_backend.model.model_call import ModelCall
 from paged_backend.model.pooling import PooledStep
@@ -90,7 +91,8 @@ class ModelRunner:
         """Of steps with adapters, if there is one of steps without."""
         with torch.inference_mode():
             freeze_frequencies(self._model, loaded.max_model_len)
-            with paged_kernels.telling_of_compilation(_tell_of_compilation):
+            with paged_kernels.telling_of_compilation(_tell_of_compilation), compiler_given_back():
+                _start_compiler(self._model)
                 self.verdict = self._choose_way(loaded, config)
         if config.enable_lora:
             self._add_adapters(loaded, config)
@@ -319,6 +321,13 @@ def _set_attention(model: Any, implementation: str) -> None:
 def _tell_of_compilation() -> None:
     # A warning, so that those see it who have not set up logging, and wonder what takes so long.
     logger.warning("compiling kernels for this CPU: once per machine, less than a minute")
+
+
+def _start_compiler(model: Any) -> None:
+    """The first kernel takes the compiler most memory; so it comes before the weights are read."""
+    if model.device.type == "cpu":
+        row, cache = torch.zeros(1, 1, 1, dtype=model.dtype), torch.zeros(1, 1, 1, 1, dtype=model.dtype)
+        paged_kernels.store_kv(row, row, cache, cache.clone(), torch.zeros(1, dtype=torch.int64))
 
 
 def _twin(model: Any) -> Any:
