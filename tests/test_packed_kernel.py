@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paged_kernels import PackedWeight, pack, packed_linear, reference
-from paged_kernels.packing import merge, rotate, split
+from paged_kernels import PackedWeight, pack, pack_numbers, packed_linear, reference
+from paged_kernels.packing import can_be_merged, merge, rotate, split
 
 each_size = pytest.mark.parametrize("bits", [16, 8, 4])
 rounded = pytest.mark.parametrize("bits", [8, 4])
@@ -178,3 +178,38 @@ def test_cpus_without_instructions_for_it_compute_the_same(tmp_path: Path) -> No
         check=False,
     )
     assert result.returncode == 0, result.stderr
+
+
+# --- weights that were rounded elsewhere ---
+
+
+def random_numbers(num_columns: int, depth: int, group: int, bits: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(depth + group)
+    most = 1 << (bits - 1)
+    numbers = torch.randint(-most, most, (num_columns, depth), generator=generator, dtype=torch.int8)
+    return numbers, (torch.rand(num_columns, depth // group, generator=generator) + 0.1).half()
+
+
+@rounded
+@pytest.mark.parametrize("group", [16, 32, 128, 384])
+def test_given_numbers_are_kept_as_they_are(group: int, bits: int) -> None:
+    numbers, scales = random_numbers(200, 384, group, bits)
+    weight = pack_numbers(numbers, scales, bits)
+    right = numbers * scales.float().repeat_interleave(group, dim=1)
+    assert torch.equal(weight.unpack(), right)
+    for num_rows in (1, 2, 7, 70):
+        x = random(num_rows, 384)
+        assert_agrees(x, weight, random(200))
+        error = packed_linear(x.float(), weight) - x.float() @ right.T
+        assert error.norm() < 0.01 * (x.float() @ right.T).norm()
+
+
+@rounded
+def test_given_numbers_survive_merging_and_are_not_merged_with_others(bits: int) -> None:
+    parts = [pack_numbers(*random_numbers(size, 64, 32, bits), bits) for size in (64, 80)]
+    merged = merge(parts)
+    x = random(3, 64)
+    assert torch.equal(packed_linear(x, merged), torch.cat([packed_linear(x, part) for part in parts], dim=1))
+    for part, again in zip(parts, split(merged, [64, 80]), strict=True):
+        assert torch.equal(part.unpack(), again.unpack())
+    assert not can_be_merged([parts[0], pack(random(64, 64), bits)])

@@ -1,7 +1,7 @@
 """What a language model computes with a paged cache of keys and values, and around it.
 
-Attention: `store_kv` and `paged_attention`. Matrix products: `linear`, `packed_linear` for what `pack` makes of
-weights, and `add_low_rank` for adapters. Between them: `add_rms_norm`, `rotary` and `silu_and_mul`. After them:
+Attention: `store_kv` and `paged_attention`. Matrix products: `linear`, `packed_linear` for what `pack` and `pack_numbers`
+make of weights, and `add_low_rank` for adapters. Between them: `add_rms_norm`, `rotary` and `silu_and_mul`. After them:
 `mask_logits`, `penalise`, `draw` and `best_logits`.
 
 `reference` defines what they compute. Called from here they run the implementation for the tensors' device: Numba's for
@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from paged_kernels import reference
 from paged_kernels.compilation import after_compilation, telling_of_compilation
-from paged_kernels.packing import PackedWeight, pack
+from paged_kernels.packing import PackedWeight, pack, pack_numbers
 
 __all__ = [
     "PackedWeight",
@@ -32,6 +32,7 @@ __all__ = [
     "linear",
     "mask_logits",
     "pack",
+    "pack_numbers",
     "packed_linear",
     "paged_attention",
     "penalise",

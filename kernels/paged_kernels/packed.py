@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paged_kernels import compiled
 from paged_kernels.compiled import TYPES, array_at, set_num_threads
-from paged_kernels.packing import LEAST_COLUMNS, PackedWeight, rotation_size
+from paged_kernels.packing import LEAST_COLUMNS, PackedWeight
 from paged_kernels.quads import STEP, add_packed, largest_bits, rotate_64, round_to_bytes
 from paged_kernels.vector import LANES, WIDTH, copy_from_float32, copy_to_float32, from_float32, to_float32
 
@@ -64,7 +64,7 @@ def matrix_of(weight: PackedWeight, bias: Tensor | None) -> Matrix:
     (num_columns, depth), num_steps = weight.shape, weight.values.shape[1]
     addresses = (weight.values.data_ptr(), weight.scales.data_ptr(), 0 if bias is None else bias.data_ptr())
     sizes = (num_columns, depth, weight.padded_depth, weight.num_groups, num_steps)
-    return *addresses, sizes, None if weight.bits == 16 else (rotation_size(depth), weight.offset)
+    return *addresses, sizes, None if weight.bits == 16 else (weight.rotation, weight.offset)
 
 
 def types_of(x: Tensor, weight: PackedWeight) -> Types:

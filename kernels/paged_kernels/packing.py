@@ -4,7 +4,8 @@ What is multiplied at once lies together, so that memory is read from one end to
 sum over lanes at their end.
 
 With 8 or 4 bits a layer's inputs are rotated before they are rounded, and so are its weights, which leaves their
-products as they were. It spreads large numbers over many, so that 8 bits are enough for whole rows.
+products as they were. It spreads large numbers over many, so that 8 bits are enough for whole rows. Weights that were
+rounded elsewhere are not rotated; `pack_numbers` takes them as they are, in groups.
 """
 
 from __future__ import annotations
@@ -41,14 +42,21 @@ class PackedWeight:
     columns. With 4 bits a byte holds a number of this step's first 4 neighbours in its lower half, and one of the 4
     after them in the upper one."""
     scales: Tensor
-    """[N / 16, groups, 16]: float32 with 8 bits, bfloat16 with 4; no groups with 16 bits."""
+    """[N / 16, groups, 16]: float32 with 8 bits, bfloat16 with 4, or what was given; no groups with 16 bits."""
     shape: tuple[int, int]
     """N and K."""
     bits: int
+    is_rotated: bool = True
+    """With 8 or 4 bits."""
 
     @property
     def offset(self) -> int:
         return 0 if self.bits == 16 else int(1 << (self.bits - 1))
+
+    @property
+    def rotation(self) -> int:
+        """How many neighbours are mixed."""
+        return rotation_size(self.shape[1]) if self.is_rotated else 1
 
     @property
     def padded_depth(self) -> int:
@@ -77,7 +85,7 @@ class PackedWeight:
         if self.bits == 16:
             return self.numbers[:num_columns, :depth]
         grouped = self.numbers.view(-1, self.num_groups, self.padded_depth // self.num_groups)
-        return rotate((grouped * self.column_scales[..., None]).flatten(1)[:num_columns, :depth])
+        return rotate((grouped * self.column_scales[..., None]).flatten(1)[:num_columns, :depth], self.rotation)
 
 
 def pack(weight: Tensor, bits: int) -> PackedWeight:
@@ -91,10 +99,32 @@ def pack(weight: Tensor, bits: int) -> PackedWeight:
     return PackedWeight(values, scales, (weight.shape[0], weight.shape[1]), bits)
 
 
+def pack_numbers(numbers: Tensor, scales: Tensor, bits: int) -> PackedWeight:
+    """Pack weights [N, K] that are whole numbers of 8 or 4 bits, signed, times the scales [N, groups] of their groups of
+    neighbours, which `can_be_group`. Scales stay in their type: float32, bfloat16 or float16."""
+    num_columns, depth = numbers.shape
+    assert bits != 16 and can_be_group(depth // scales.shape[1], depth) and depth % scales.shape[1] == 0
+    parts = [
+        _laid_out(torch.nn.functional.pad(part, padding), torch.nn.functional.pad(part_scales, padding), bits)
+        for part, part_scales in zip(
+            torch.split(numbers, _MOST_AT_ONCE), torch.split(scales, _MOST_AT_ONCE), strict=True
+        )
+        for padding in [(0, 0, 0, _padding(len(part)))]
+    ]
+    values, packed_scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return PackedWeight(values, packed_scales, (num_columns, depth), bits, is_rotated=False)
+
+
+def can_be_group(size: int, depth: int) -> bool:
+    """Whether so many neighbours of `depth` can share a scale in the kernels."""
+    return size % LANES == 0 and depth % size == 0
+
+
 def can_be_merged(weights: list[PackedWeight]) -> bool:
-    """Whether all have the same number of bits, and none has padding."""
+    """Whether all are rounded in the same way, and none has padding."""
     sizes = [weight.shape[0] for weight in weights]
-    return len({weight.bits for weight in weights}) == 1 and all(n % LANES == 0 and n >= LEAST_COLUMNS for n in sizes)
+    kinds = {(weight.bits, weight.scales.shape[1], weight.scales.dtype, weight.is_rotated) for weight in weights}
+    return len(kinds) == 1 and all(n % LANES == 0 and n >= LEAST_COLUMNS for n in sizes)
 
 
 def merge(weights: list[PackedWeight]) -> PackedWeight:
@@ -102,14 +132,18 @@ def merge(weights: list[PackedWeight]) -> PackedWeight:
     assert can_be_merged(weights)
     values, scales = (torch.cat([getattr(weight, name) for weight in weights]) for name in ("values", "scales"))
     num_columns = sum(weight.shape[0] for weight in weights)
-    return PackedWeight(values, scales, (num_columns, weights[0].shape[1]), weights[0].bits)
+    shape = (num_columns, weights[0].shape[1])
+    return dataclasses.replace(weights[0], values=values, scales=scales, shape=shape)
 
 
 def split(weight: PackedWeight, sizes: list[int]) -> list[PackedWeight]:
     """Views of the columns, `sizes` at a time, as they were merged."""
     blocks = [size // LANES for size in sizes]
     tensors = zip(torch.split(weight.values, blocks), torch.split(weight.scales, blocks), sizes, strict=True)
-    return [PackedWeight(values, scales, (size, weight.shape[1]), weight.bits) for values, scales, size in tensors]
+    return [
+        dataclasses.replace(weight, values=values, scales=scales, shape=(size, weight.shape[1]))
+        for values, scales, size in tensors
+    ]
 
 
 def quantize_rows(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
@@ -117,7 +151,7 @@ def quantize_rows(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
 
     A row with a number that is not finite has scales that are NaN.
     """
-    rotated = torch.nn.functional.pad(rotate(x.float()), (0, weight.padded_depth - x.shape[1]))
+    rotated = torch.nn.functional.pad(rotate(x.float(), weight.rotation), (0, weight.padded_depth - x.shape[1]))
     grouped = rotated.view(len(x), weight.num_groups, -1)
     largest = grouped.abs().amax(-1, keepdim=True)
     factors = torch.where(largest > 0, 127 / largest, 0.0)
@@ -125,10 +159,11 @@ def quantize_rows(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
     return numbers, torch.where(largest.isfinite(), largest / 127, torch.nan)
 
 
-def rotate(x: Tensor) -> Tensor:
-    """[..., K] times an orthogonal matrix, its own inverse: Hadamard matrices mix each `rotation_size(K)`."""
+def rotate(x: Tensor, size: int | None = None) -> Tensor:
+    """[..., K] times an orthogonal matrix, its own inverse: Hadamard matrices mix each `size`, `rotation_size(K)` if
+    that is None."""
     depth = x.shape[-1]
-    size = rotation_size(depth)
+    size = size or rotation_size(depth)
     rotated: Tensor = (x.reshape(*x.shape[:-1], depth // size, size) @ _hadamard(size).to(x)).reshape(x.shape)
     return rotated
 
@@ -157,23 +192,28 @@ def _quantized(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     num_columns, depth = weight.shape
     group = GROUP_OF_4_BITS if bits == 4 else 4
     padded = torch.nn.functional.pad(rotate(weight.float()), (0, -depth % group, 0, _padding(num_columns)))
-    blocks = len(padded) // LANES
     grouped = padded.view(len(padded), -1, group if bits == 4 else padded.shape[1])
     if bits == 8:
         scales = grouped.abs().amax(-1, keepdim=True) / 127
-        most = 127
     else:
         # The largest number becomes -8, which has no positive counterpart.
         largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
         scales = (largest / -8).bfloat16().float()
-        most = 7
-    offset = 1 << (bits - 1)
-    numbers = torch.where(scales != 0, grouped / scales, 0.0).round().clamp(-offset, most) + offset
-    values = numbers.to(torch.uint8).view(blocks, LANES, -1, 4).permute(0, 2, 1, 3)
+    most = 127 if bits == 8 else 7
+    numbers = torch.where(scales != 0, grouped / scales, 0.0).round().clamp(-most - 1, most)
+    scales = scales[..., 0].to(torch.float32 if bits == 8 else torch.bfloat16)
+    return _laid_out(numbers.flatten(1), scales, bits)
+
+
+def _laid_out(numbers: Tensor, scales: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Whole numbers [N, K], signed, and scales [N, groups], N padded, as PackedWeight has them."""
+    blocks = len(numbers) // LANES
+    values = (
+        (numbers.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8).view(blocks, LANES, -1, 4).permute(0, 2, 1, 3)
+    )
     if bits == 4:
         values = values[:, 0::2] | (values[:, 1::2] << 4)
-    packed_scales = scales.view(blocks, LANES, -1).permute(0, 2, 1)
-    return values.contiguous(), packed_scales.to(torch.float32 if bits == 8 else torch.bfloat16).contiguous()
+    return values.contiguous(), scales.view(blocks, LANES, -1).permute(0, 2, 1).contiguous()
 
 
 def _padding(num_columns: int) -> int:

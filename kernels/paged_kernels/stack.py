@@ -49,10 +49,16 @@ class Matrix:
         return gemm.types_of(x, self.weight)
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """Precision and shape."""
+    def precision(self) -> tuple[Any, ...]:
+        """What decides by which kernel it is multiplied."""
         weight = self.weight
-        return weight.bits if isinstance(weight, PackedWeight) else weight.dtype, tuple(weight.shape)
+        return (weight.bits, weight.scales.dtype) if isinstance(weight, PackedWeight) else (weight.dtype,)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What it has in common with its like in the other layers."""
+        *_, sizes, rounding = self.arguments()
+        return *self.precision, sizes, rounding
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -226,10 +232,10 @@ class LayerStack:
 
     @staticmethod
     def can_hold(layers: Sequence[LayerWeights]) -> bool:
-        """Whether they are alike, with all matrices in bfloat16 or all packed to the same number of bits."""
-        precisions = {matrix.kind[0] for matrix in layers[0].matrices}
+        """Whether they are alike, and all their matrices in bfloat16, or packed in one way."""
+        precisions = {matrix.precision for matrix in layers[0].matrices}
         is_one_kind = len({layer.kind for layer in layers}) == len(precisions) == 1
-        return is_one_kind and precisions <= {torch.bfloat16, 8, 4}
+        return is_one_kind and (torch.float32,) not in precisions
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, places: StepPlaces, keep: Tensor) -> Tensor:
         """The last hidden states, normalised, [R, E], of the rows `keep` [R]; `x` [T, E] is overwritten.
