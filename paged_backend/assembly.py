@@ -68,7 +68,7 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
         "%s is ready: %d blocks of %d tokens, so that %d tokens fit in the KV cache",
         *(backend.name, manager.pool.num_blocks, manager.block_size, manager.num_slots),
     )
-    engine = Engine(backend.runner, backend.sampler, scheduler, processor)
+    engine = Engine(backend.runner, backend.sampler, scheduler, processor, close=backend.close)
     return engine, Facts(backend.name, limits, backend.tokenizer, backend.default_sampling, backend.adapters)
 
 

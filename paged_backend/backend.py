@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paged_backend.chat.tokenizer import Tokenizer
@@ -15,6 +16,8 @@ from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from paged_backend.model.ranks import Ranks
 
 
 class Runner(engine.Runner, Protocol):
@@ -57,6 +60,8 @@ class Backend:
     adapters: Adapters | None = None
     """Where LoRA adapters come from; None: there are none."""
     traits: Traits = Traits()
+    close: Callable[[], None] = lambda: None
+    """Called once, when the engine has ended."""
 
 
 class EncoderRunner(encoder_engine.EncoderRunner, Protocol):
@@ -86,13 +91,25 @@ def load_backend(
 ) -> Backend | EncoderBackend:
     """Load a transformers model and run it on a paged KV cache; an encoder, which needs none, on padded batches."""
     # Imported here, since torch and transformers take seconds.
+    from paged_backend.model.ranks import ranks_for
+
+    with ranks_for(config) as ranks:
+        return _load_backend(model, tokenizer, config, ranks)
+
+
+def _load_backend(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: str | PreTrainedTokenizerBase | None,
+    config: EngineConfig,
+    ranks: Ranks | None,
+) -> Backend | EncoderBackend:
     from paged_backend.model.classifier import ClassifierRunner
     from paged_backend.model.encoder import EncoderRunner
     from paged_backend.model.loader import load
     from paged_backend.model.runner import ModelRunner
     from paged_backend.sampling.sampler import Sampler
 
-    loaded = load(model, tokenizer, config)
+    loaded = load(model, tokenizer, config, ranks)
     is_callers = not (tokenizer is None or isinstance(tokenizer, str))
     chat_tokenizer = (
         None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer, loaded.chat_template, is_callers=is_callers)
@@ -118,6 +135,7 @@ def load_backend(
         default_sampling=loaded.default_sampling,
         embedding=loaded.embedding,
         adapters=runner.adapters,
+        close=runner.close,
         traits=Traits(
             max_num_seqs=runner.verdict.max_num_seqs,
             keeps_state=runner.verdict.keeps_state,

@@ -25,10 +25,14 @@ def check_model(
     """
     # Imported here, since torch and transformers take seconds.
     from paged_backend.model.loader import load
+    from paged_backend.model.ranks import ranks_for
     from paged_backend.model.runner import ModelRunner
 
     config = EngineConfig(**settings)
-    loaded = load(model, tokenizer, config)
-    if loaded.is_encoder:
-        raise ModelError(f"{loaded.name} is an encoder: it has no KV cache, and runs on padded batches")
-    return ModelRunner(loaded, config).verdict
+    with ranks_for(config) as ranks:
+        loaded = load(model, tokenizer, config, ranks)
+        if loaded.is_encoder:
+            raise ModelError(f"{loaded.name} is an encoder: it has no KV cache, and runs on padded batches")
+        runner = ModelRunner(loaded, config)
+    runner.close()
+    return runner.verdict

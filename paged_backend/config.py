@@ -72,7 +72,7 @@ class EngineConfig:
     max_model_len: int | None = None
     """Most tokens of a prompt and its output together; None: the model's own limit."""
     kv_cache_memory: int | str | None = None
-    """Memory for keys and values, in bytes or as `"2GiB"`; None: a share of what is free."""
+    """Memory for keys and values, in bytes or as `"2GiB"`, in each rank; None: a share of what is free."""
     gpu_memory_utilization: float = 0.9
     """The share of the device memory that is free when the model is loaded that the KV cache may take when
     `kv_cache_memory` is None. On a CPU, where the memory is everybody's, a third of this share, and 4 GiB at most."""
@@ -105,7 +105,8 @@ class EngineConfig:
     when they are loaded, on a CPU, and inputs to 8 bits: faster, in less memory, a little less exact. See
     docs/quantization.md."""
     tensor_parallel_size: int = 1
-    """Not available yet; 1."""
+    """Ranks that a model is cut into: each has its part of the weights and of each token's keys and values. Rank 0 is
+    this process, the others are processes that it starts; on CUDA each has a device. See docs/tensor_parallelism.md."""
     swap_space: float = 0
     """Not available yet; 0: preempted requests are recomputed."""
     enable_lora: bool = False
@@ -158,9 +159,19 @@ class EngineConfig:
         if self.quantization not in QUANTIZATIONS:
             available = ", ".join(map(repr, QUANTIZATIONS))
             raise ConfigError(f"quantization={self.quantization!r} is not available; available: {available}")
-        for name, only in (("tensor_parallel_size", 1), ("swap_space", 0)):
-            if getattr(self, name) != only:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not available yet; leave it at {only!r}")
+        check.integer("tensor_parallel_size", 1)
+        if self.tensor_parallel_size > 1:
+            self._check_sharding()
+        if self.swap_space != 0:
+            raise ConfigError(f"swap_space={self.swap_space!r} is not available yet; leave it at 0")
+
+    def _check_sharding(self) -> None:
+        for name, default in (("quantization", None), ("enable_lora", False)):
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} does not work with "
+                    f"tensor_parallel_size={self.tensor_parallel_size}; leave one of them at its default"
+                )
 
     @property
     def speculation(self) -> SpeculativeConfig | None:

@@ -51,6 +51,9 @@ class EncoderEngine:
         self._finished: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
 
+    def close(self) -> None:
+        """There is nothing to end."""
+
     @property
     def has_work(self) -> bool:
         return bool(self._requests)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from paged_backend.engine.beam_search import Candidate
@@ -14,7 +14,7 @@ from paged_backend.engine.metrics import EngineMetrics, EngineStats
 from paged_backend.engine.output_processor import OutputProcessor, RawLogprobs, SampledToken
 from paged_backend.engine.request import FinishReason, Request, Sequence, Status
 from paged_backend.engine.scheduler import SampledSequence, Scheduler, SchedulerOutput
-from paged_backend.errors import EngineError, RequestTimeoutError
+from paged_backend.errors import EngineDeadError, EngineError, RequestTimeoutError
 from paged_backend.outputs import CompletionOutput
 
 logger = logging.getLogger(__name__)
@@ -59,12 +59,20 @@ class Engine:
     """Owns the requests from their admission to their end; used by one thread.
 
     An error in a step ends the requests in that step; an error with one request's text, or in its own logits
-    processors, ends that request. Either way their blocks are free again and the engine goes on.
+    processors, ends that request. Either way their blocks are free again and the engine goes on. A runner that
+    cannot go on raises EngineDeadError, which is passed on.
     """
 
     def __init__(
-        self, runner: Runner, sampler: Sampler, scheduler: Scheduler, output_processor: OutputProcessor
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        scheduler: Scheduler,
+        output_processor: OutputProcessor,
+        *,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
+        """`close` is called when nothing will be run any more."""
         self._runner = runner
         self._sampler = sampler
         self._scheduler = scheduler
@@ -73,6 +81,7 @@ class Engine:
         self._timed: dict[str, Request] = {}
         """Those with a deadline."""
         self._metrics = EngineMetrics()
+        self.close = close
 
     @property
     def has_work(self) -> bool:
@@ -118,6 +127,8 @@ class Engine:
                 num_sampled += len(tokens)
                 outputs += self._update(sampled, tokens)
                 sampled = self._scheduler.accept(sampled)
+        except EngineDeadError:
+            raise
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(scheduled.scheduled))
             return outputs + self._fail_step(scheduled, error)

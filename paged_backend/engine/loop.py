@@ -192,7 +192,8 @@ def _run(build: Callable[[], tuple[AnyEngine, T]], told: Future[T], shared: _Sha
                 _deliver(shared, engine.step())
     except BaseException as error:
         logger.exception("the engine died")
-        _die(engine, shared, f"the engine died of {type(error).__name__}: {error}")
+        what = "" if isinstance(error, EngineDeadError) else f" of {type(error).__name__}"
+        _die(engine, shared, f"the engine died{what}: {error}")
         return
     _die(engine, shared, _CLOSED)
 
@@ -246,6 +247,8 @@ def _die(engine: AnyEngine, shared: _Shared, reason: str) -> None:
         reader.outbox.put(EngineDeadError(reason), is_last=True)
     with contextlib.suppress(Exception):
         engine.fail_all(EngineDeadError(reason))
+    with contextlib.suppress(Exception):
+        engine.close()
     while True:  # callers of `call` that came too late
         try:
             message: Any = shared.inbox.get_nowait()

@@ -90,7 +90,8 @@ def num_blocks_for(config: EngineConfig, bytes_per_block: int, max_model_len: in
         num_blocks = config.num_gpu_blocks_override
     else:
         num_blocks = min(memory_for(config, device) // bytes_per_block, num_useful)
-    needed = num_blocks * bytes_per_block
+    num_caches = config.tensor_parallel_size if device.type == "cpu" else 1  # in the memory of this device
+    needed = num_blocks * bytes_per_block * num_caches
     if needed > available:
         raise ConfigError(
             f"kv_cache_memory={config.kv_cache_memory!r}: a KV cache of {needed / _GIB:.2f} GiB ({num_blocks} blocks) "
@@ -155,4 +156,4 @@ def memory_for(config: EngineConfig, device: torch.device) -> int:
         assert isinstance(config.kv_cache_memory, int)
         return config.kv_cache_memory
     share = int(available_memory(device) * config.gpu_memory_utilization)
-    return share if device.type == "cuda" else min(int(share * _CPU_SHARE), _CPU_MOST)
+    return share if device.type == "cuda" else min(int(share * _CPU_SHARE), _CPU_MOST) // config.tensor_parallel_size

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -38,10 +38,16 @@ from paged_backend.model.gguf import gguf_folder
 from paged_backend.model.linear import cpu_computes
 from paged_backend.model.mapped_files import trim_heap
 from paged_backend.model.quantize import quantize_linears
+from paged_backend.model.rank_process import RankSetup
 from paged_backend.model.remote_tokenizers import IM_END, qwen_tokenizer
 from paged_backend.model.rope import length_limits
+from paged_backend.model.shards import check_can_be_sharded, plan_for
+from paged_backend.model.tiers.step_cache import keeps_state
 from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport
 from paged_backend.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from paged_backend.model.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +97,8 @@ class LoadedModel:
     """Whether its layers compute with packed weights, which may round activations too."""
     is_encoder: bool = False
     """True: its tokens see what follows them, so that it gives vectors only."""
+    ranks: Ranks | None = None
+    """The other ranks, if the model is in shards and this one is rank 0's."""
     default_sampling: dict[str, Any] = field(default_factory=dict)
     """What generation_config.json sets, in SamplingParams' names; values that SamplingParams refuses are left out."""
 
@@ -99,10 +107,12 @@ def load(
     model: str | os.PathLike[str] | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | str | None,
     config: EngineConfig,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Load `model`: "demo", a folder, a .gguf file, a hub id, or a model that is loaded already.
 
-    `tokenizer` is one, its folder or hub id, or None for the model's own. Raises ModelError if there is no such model
+    `tokenizer` is one, its folder or hub id, or None for the model's own. `ranks`, not started yet, load the other
+    shards if `tensor_parallel_size` asks for them. Raises ModelError if there is no such model
     or it cannot generate text, ConfigError if it cannot be served as `config` asks, MissingExtraError.
     """
     chat_template = _chat_template(config.chat_template)
@@ -114,7 +124,7 @@ def load(
         elif isinstance(model, (str, os.PathLike)):
             name = os.fspath(model)
             source = _find(name, config)
-            loaded = _load_weights(source, name, config)
+            loaded = _load_weights(source, name, config, ranks)
             if config.quantization is not None:
                 quantize_linears(loaded, config.quantization, name)
         else:
@@ -135,6 +145,7 @@ def load(
         is_encoder=is_encoder(loaded.config),
         is_quantized=getattr(loaded, "hf_quantizer", None) is not None,
         owns_weights=source is not None,
+        ranks=ranks,
         tokenizer=tokenizer,
         chat_template=chat_template,
         eos_token_ids=_eos_token_ids(loaded, tokenizer),
@@ -184,7 +195,7 @@ def _check_folder(path: Path, name: str) -> None:
     raise ModelError(f"model={name!r}: the folder has no config.json, so it holds no transformers model{hint}")
 
 
-def _load_weights(source: _Source, name: str, config: EngineConfig) -> PreTrainedModel:
+def _load_weights(source: _Source, name: str, config: EngineConfig, ranks: Ranks | None) -> PreTrainedModel:
     device = _device(config.device)
     options = source.options(config)
     try:
@@ -202,6 +213,9 @@ def _load_weights(source: _Source, name: str, config: EngineConfig) -> PreTraine
     is_quantized = getattr(model_config, "quantization_config", None) is not None and conversion is None
     hint = f"; quantised checkpoints that can be loaded: {AVAILABLE}" if is_quantized else ""
     dtype = _dtype(model_config, config, device)
+    if ranks is not None:
+        _check_sharding(model_config, name, config, device, is_converted=conversion is not None or is_quantized)
+        ranks.start(RankSetup(0, ranks.num_ranks, 0, device, source.path, options, dtype, name, config))
     try:
         if conversion is not None:
             wanted = torch.bfloat16 if isinstance(dtype, str) else dtype
@@ -209,6 +223,7 @@ def _load_weights(source: _Source, name: str, config: EngineConfig) -> PreTraine
         else:
             auto_class = _auto_class(model_config)
             placed = {"device_map": str(device)} if is_quantized and importlib.util.find_spec("accelerate") else {}
+            placed |= {} if ranks is None else {"distributed_config": plan_for(ranks.num_ranks)}
             model, report = auto_class.from_pretrained(
                 source.path, config=model_config, dtype=dtype, output_loading_info=True, **placed, **options
             )
@@ -223,12 +238,43 @@ def _load_weights(source: _Source, name: str, config: EngineConfig) -> PreTraine
     if is_quantized:
         model.requires_grad_(False)
         return model
+    if ranks is not None:
+        ranks.gather()
+    return _settled(model, config, device)
+
+
+def load_shard(
+    path: str, options: dict[str, Any], dtype: torch.dtype | str, config: EngineConfig, device: torch.device
+) -> PreTrainedModel:
+    """This rank's, of a model of which rank 0 knows that it can be loaded so."""
+    with _quiet():
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, distributed_config=plan_for(config.tensor_parallel_size), **options
+        )
+    return _settled(model, config, device)
+
+
+def _settled(model: PreTrainedModel, config: EngineConfig, device: torch.device) -> PreTrainedModel:
+    """In the dtype and on the device to compute with."""
     if config.dtype == "auto" and device.type == "cpu" and not cpu_computes(model.dtype):
         model = model.float()
     if device.type != "cpu":
         model = model.to(device)
     model.requires_grad_(False)
     return model
+
+
+def _check_sharding(
+    model_config: PreTrainedConfig, name: str, config: EngineConfig, device: torch.device, *, is_converted: bool
+) -> None:
+    asked = f"tensor_parallel_size={config.tensor_parallel_size}"
+    if is_encoder(model_config) or is_classifier(model_config):
+        raise ConfigError(f"{asked} is for models that generate text, and {name} does not; leave it at 1")
+    if is_converted:
+        raise ConfigError(f"{asked} is not available for {name}, whose files are quantised or converted; leave it at 1")
+    if keeps_state(model_config):
+        raise ConfigError(f"{asked} is not available for {name}, whose layers keep states; leave it at 1")
+    check_can_be_sharded(model_config, name, config.tensor_parallel_size, device)
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
@@ -285,6 +331,11 @@ def _check_passed(model: PreTrainedModel, config: EngineConfig) -> None:
         raise ModelError(f"the {kind} must be on one device but is on {', '.join(sorted(devices))}")
     if config.dtype not in ("auto", str(model.dtype).removeprefix("torch.")):
         raise ConfigError(f"dtype={config.dtype!r} but the model passed is in {model.dtype}; call model.to() first")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size={config.tensor_parallel_size} cannot cut the {kind} that was passed, which is whole "
+            "in this process; pass the name of the model or its folder"
+        )
     if config.quantization is not None:
         raise ConfigError(
             f"quantization={config.quantization!r} would change the {kind} that was passed; pass the name of the model "

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 import paged_kernels
 from paged_backend.config import EngineConfig
+from paged_backend.engine.kv_cache_manager import BlockCopy
 from paged_backend.engine.scheduler import SchedulerOutput
 from paged_backend.errors import ConfigError, ModelError
 from paged_backend.model import kv_cache
@@ -37,8 +38,10 @@ from paged_backend.model.mapped_files import compiler_given_back
 from paged_backend.model.memory import room_for
 from paged_backend.model.model_call import ModelCall
 from paged_backend.model.pooling import PooledStep
+from paged_backend.model.ranks import Ranks
 from paged_backend.model.rope import freeze_frequencies
 from paged_backend.model.self_check import check_logits, probe_token_ids
+from paged_backend.model.shards import ArrivedLayers, arrived, least_of_all
 from paged_backend.model.threads import thread_count
 from paged_backend.model.tiers.gathered import GatheredTier
 from paged_backend.model.tiers.grouped import GroupedRun
@@ -51,6 +54,24 @@ logger = logging.getLogger(__name__)
 
 
 _Tier = StatefulTier | GatheredTier | OwnCacheTier
+
+
+class RankStep(NamedTuple):
+    """A step as the other ranks get it."""
+
+    inputs: StepInputs
+    copies: list[BlockCopy]
+    pooled_rows: list[int]
+    """Where in the pack the tokens are whose hidden states rank 0 wants, and nobody else."""
+
+
+class _Discarded(NamedTuple):
+    """The place of a `PooledStep` where nobody asks for its hidden states."""
+
+    rows: list[int]
+
+    def collect(self, hidden: Tensor) -> None:
+        pass
 
 
 class _Trial(NamedTuple):
@@ -76,7 +97,12 @@ class ModelRunner:
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        self._thread_count = thread_count()
+        self._is_sharded = config.tensor_parallel_size > 1
+        self._ranks: Ranks | None = None
+        """The other ranks, once they wait for steps."""
+        if loaded.ranks is not None:
+            loaded.ranks.send(loaded.max_model_len)
+        self._thread_count = thread_count(config.tensor_parallel_size)
         self._model: Any = loaded.model if loaded.owns_weights else _twin(loaded.model)
         self.device = self._model.device
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
@@ -96,6 +122,14 @@ class ModelRunner:
                 self.verdict = self._choose_way(loaded, config)
         if config.enable_lora:
             self._add_adapters(loaded, config)
+        if loaded.ranks is not None:
+            loaded.ranks.gather()
+            self._ranks = loaded.ranks
+
+    def close(self) -> None:
+        """End the other ranks. Closing twice is fine."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _add_adapters(self, loaded: LoadedModel, config: EngineConfig) -> None:
         if self._grouped is not None:
@@ -108,11 +142,15 @@ class ModelRunner:
         trial = self._trial(loaded, config)
         reasons = []
         for way in ways_to_run(self._model):
+            if self._is_sharded and way.tier is not Tier.PACKED:
+                continue
             try:
                 verdict = self._try_way(way, trial)
             except ConfigError:
                 raise
             except Exception as error:  # a model's code can fail in any way when it gets what it does not expect
+                if self._is_sharded and not isinstance(error, ModelError):
+                    raise  # ranks do not go on from where one of them may have got stuck
                 logger.debug("%s cannot run %s", loaded.name, way, exc_info=True)
                 reasons.append(f"{way}: {error if isinstance(error, ModelError) else repr(error)}")
                 self._kv_cache = []
@@ -148,7 +186,7 @@ class ModelRunner:
         _set_attention(model, PAGED if tier is None else tier.implementation or trial.own_implementation)
         specs: Sequence[kv_cache.KVShape]
         if tier is None:
-            specs = self._specs = self._record_layers(trial.probe, latents=not config.enable_lora)
+            specs = self._specs = self._record_layers(trial.probe, latents=not (config.enable_lora or self._is_sharded))
         else:
             specs = tier.record(self._tensor(np.array(trial.probe))[None])
         bytes_per_block = kv_cache.block_bytes(specs, block_size, trial.dtype)
@@ -156,6 +194,8 @@ class ModelRunner:
         state_bytes = 0 if tier is None else tier.state_bytes
         room = room_for(config, bytes_per_block, state_bytes, trial.loaded.max_model_len, self.device)
         self.num_blocks = room.num_blocks
+        if self._is_sharded:
+            self.num_blocks = least_of_all(self.num_blocks, self.device)
         self._kv_cache = kv_cache.allocate(specs, self.num_blocks, block_size, trial.dtype, self.device)
         difference = self._choose_code(trial) if tier is None else self._use_tier(tier, way, trial)
         return Verdict(
@@ -164,7 +204,7 @@ class ModelRunner:
             difference=difference,
             bytes_per_token=bytes_per_block // block_size,
             bytes_per_sequence=state_bytes,
-            num_tokens=room.num_blocks * block_size,
+            num_tokens=self.num_blocks * block_size,
             window=window_of(specs),
             max_num_seqs=room.max_num_seqs,
             keeps_state=state_bytes > 0 or way.tier is Tier.OWN_CACHE,
@@ -182,10 +222,18 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> Tensor:
         """Logits [R, V] of the last `num_logits` tokens of each scheduled sequence."""
         self._thread_count.adjust()
-        self._copy_blocks(output)
         if self._grouped is not None:
+            self._copy_blocks(output.copies)
             return self._grouped.execute(output, self.device)
         inputs = step_inputs(output.scheduled, self.block_size)
+        if self._ranks is None:
+            return self._execute(output, inputs)
+        pooled = PooledStep(output.scheduled).rows if output.pools else []
+        with self._ranks.step(RankStep(inputs, output.copies, pooled)):
+            return self._execute(output, inputs)
+
+    def _execute(self, output: SchedulerOutput, inputs: StepInputs) -> Tensor:
+        self._copy_blocks(output.copies)
         layers = PagedLayers(self._specs, self._kv_cache, self._metadata(inputs))
         if self.adapters is None or not any(item.sequence.request.adapter for item in output.scheduled):
             return self._compute(output, layers, inputs, self._decoder)
@@ -194,6 +242,18 @@ class ModelRunner:
         hooked = self._model if self._adapted_decoder is None else None
         with self._step_adapters.of(output.scheduled, keep, len(inputs.keep), hooked):
             return self._compute(output, layers, inputs, self._adapted_decoder)
+
+    @torch.inference_mode()
+    def follow(self, step: RankStep) -> None:
+        """Take part in a step that rank 0 executes."""
+        self._thread_count.adjust()
+        self._copy_blocks(step.copies)
+        inputs = step.inputs
+        layers = PagedLayers(self._specs, self._kv_cache, self._metadata(inputs))
+        if step.pooled_rows:
+            self._pool(_Discarded(step.pooled_rows), layers, inputs, None)
+        else:
+            self._forward(layers, inputs.input_ids, inputs.positions, inputs.keep)
 
     def _compute(
         self, output: SchedulerOutput, layers: PagedLayers, inputs: StepInputs, decoder: FusedDecoder | None
@@ -207,7 +267,7 @@ class ModelRunner:
         return self._forward(layers, input_ids, positions, keep)
 
     def _pool(
-        self, pooled: PooledStep, layers: PagedLayers, inputs: StepInputs, decoder: FusedDecoder | None
+        self, pooled: PooledStep | _Discarded, layers: PagedLayers, inputs: StepInputs, decoder: FusedDecoder | None
     ) -> Tensor:
         """A step that also leaves hidden states to those who want embeddings; the logits are those of `keep`."""
         input_ids, positions, num_logits = inputs.input_ids, inputs.positions, len(inputs.keep)
@@ -246,15 +306,17 @@ class ModelRunner:
         cache = None
         if self._has_latents:
             cache = StepCache(self._model.config, layers, num_before=0, num_new=len(input_ids), states=[])
-        with attention_layers(layers):
-            return self._call(
-                self._tensor(input_ids)[None], self._tensor(positions)[None], self._tensor(keep), cache=cache
+        with attention_layers(ArrivedLayers(layers) if self._is_sharded else layers):
+            return arrived(
+                self._call(
+                    self._tensor(input_ids)[None], self._tensor(positions)[None], self._tensor(keep), cache=cache
+                )
             )
 
     def _choose_code(self, trial: _Trial) -> float:
         """Fused code where it fits and the weights are ours to merge, else transformers' code; it passes the check."""
         self._grouped = None
-        if trial.loaded.is_quantized:
+        if trial.loaded.is_quantized or self._is_sharded:  # whose layers are more than their weights
             return trial.check()
         if trial.loaded.owns_weights and FusedDecoder.can_run(self._model):
             self._decoder = FusedDecoder(self._model)
@@ -276,7 +338,8 @@ class ModelRunner:
         return trial.check()
 
     def _record_layers(self, token_ids: list[int], *, latents: bool) -> list[LayerSpec]:
-        """With LoRA there are no latents: an adapter adds to the outputs of a layer that they do without."""
+        """With LoRA there are no latents: an adapter adds to the outputs of a layer that they do without. Nor are there
+        in shards, which have a part of that layer's weights only."""
         recorder = LayerRecorder()
         length = len(token_ids)
         self._has_latents = latents and any(hasattr(module, "kv_b_proj") for module in self._model.modules())
@@ -295,11 +358,11 @@ class ModelRunner:
             seq_lens=self._tensor(inputs.seq_lens),
         )
 
-    def _copy_blocks(self, output: SchedulerOutput) -> None:
-        if not output.copies:
+    def _copy_blocks(self, copies: list[BlockCopy]) -> None:
+        if not copies:
             return
-        sources = self._tensor(np.array([copy.source for copy in output.copies]))
-        targets = self._tensor(np.array([copy.target for copy in output.copies]))
+        sources = self._tensor(np.array([copy.source for copy in copies]))
+        targets = self._tensor(np.array([copy.target for copy in copies]))
         distinct = {id(cache.keys): cache for cache in self._kv_cache}  # layers may share theirs
         for cache in distinct.values():
             cache.copy_blocks(sources, targets)

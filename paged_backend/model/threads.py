@@ -89,16 +89,16 @@ class ThreadCount:
         return max(1, min(self._most, max(more, min(fewer, self._num_threads))))
 
 
-def thread_count() -> ThreadCount:
+def thread_count(num_processes: int = 1) -> ThreadCount:
     """For the thread that calls it, which computes: torch, and the kernels after it, use no more threads than there are
-    cores to run them.
+    cores to run them, shared by `num_processes` that compute alike.
 
     torch looks at the cores that a process may run on, and not at a container's share of their time: with more threads
     than that, all of them are stopped for a part of each tenth of a second. OMP_NUM_THREADS has the last word.
     """
     most = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
-        most = min(most, usable_cores())
+        most = max(1, min(most, usable_cores() // num_processes))
         torch.set_num_threads(most)
     return ThreadCount(most, _num_allowed_cores())
 

@@ -78,6 +78,7 @@ class Verdict:
     difference: float
     """Between this way and a plain run, in standard deviations of the logits."""
     bytes_per_token: int
+    """In each rank, if there are several."""
     bytes_per_sequence: int
     """What a sequence keeps whatever its length."""
     num_tokens: int
