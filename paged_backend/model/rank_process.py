@@ -66,7 +66,7 @@ def _serve(connection: Connection) -> None:
 
     connection.send(RankReport())
     setup: RankSetup = connection.recv()
-    shards.join(shards.store_at(setup.port), setup.rank, setup.num_ranks, setup.device)
+    shards.join(setup.rank, setup.num_ranks, setup.device, setup.port)
     model = load_shard(setup.path, setup.options, setup.dtype, setup.config, setup.device)
     connection.send(RankReport())
     length: int = connection.recv()

@@ -94,10 +94,11 @@ class Ranks:
             self._state.processes.append(_start(rank))
         threading.Thread(target=_watch, args=(self._state,), name="paged-backend ranks", daemon=True).start()
         self.gather()
-        store, port = shards.open_store()
+        listener = shards.listen()
+        port = listener.getsockname()[1]
         for process in self._state.processes:
             self._send(process, setup._replace(rank=process.rank, port=port))
-        shards.join(store, 0, self.num_ranks, setup.device)
+        shards.join(0, self.num_ranks, setup.device, listener)
 
     def send(self, message: Any) -> None:
         """To all of them."""

@@ -307,11 +307,10 @@ class ModelRunner:
         if self._has_latents:
             cache = StepCache(self._model.config, layers, num_before=0, num_new=len(input_ids), states=[])
         with attention_layers(ArrivedLayers(layers) if self._is_sharded else layers):
-            return arrived(
-                self._call(
-                    self._tensor(input_ids)[None], self._tensor(positions)[None], self._tensor(keep), cache=cache
-                )
+            logits = self._call(
+                self._tensor(input_ids)[None], self._tensor(positions)[None], self._tensor(keep), cache=cache
             )
+        return arrived(logits) if self._is_sharded else logits
 
     def _choose_code(self, trial: _Trial) -> float:
         """Fused code where it fits and the weights are ours to merge, else transformers' code; it passes the check."""

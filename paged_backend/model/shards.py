@@ -13,7 +13,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
@@ -39,7 +38,8 @@ def check_can_be_sharded(config: PreTrainedConfig, name: str, num_ranks: int, de
     plan = getattr(text_config, "base_model_tp_plan", None)
     if not plan:
         raise ConfigError(
-            f"{asked}: transformers has no plan for cutting {name} ({text_config.model_type}) into shards; leave it at 1"
+            f"{asked}: transformers has no plan for cutting {name} ({text_config.model_type}) into shards; leave it "
+            "at 1"
         )
     if any(style == "colwise" and key.rsplit(".", 1)[-1] in _HEAD_PROJECTIONS for key, style in plan.items()):
         for field, what in _HEADS.items():
@@ -78,30 +78,19 @@ def plan_for(num_ranks: int) -> DistributedConfig:
     return DistributedConfig(tp_size=num_ranks)
 
 
-def open_store() -> tuple[dist.Store, int]:
-    """Where the ranks find each other, and its port, which only processes of this machine can reach."""
+def listen() -> socket.socket:
+    """Where the ranks find each other; only processes of this machine can reach it."""
     listener = socket.socket()
     listener.bind((_LOOPBACK, 0))
     listener.listen()
-    port = int(listener.getsockname()[1])
-    store = dist.TCPStore(
-        *(_LOOPBACK, port),
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_JOIN_TIMEOUT,
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
+    return listener
 
 
-def store_at(port: int) -> dist.Store:
-    return dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=_JOIN_TIMEOUT)
-
-
-def join(store: dist.Store, rank: int, num_ranks: int, device: torch.device) -> None:
+def join(rank: int, num_ranks: int, device: torch.device, place: socket.socket | int) -> None:
     """Make this process one of the ranks; returns when all are there. torch has one such group per process.
 
-    Raises ConfigError if this process is in one already.
+    `place` is what `listen` returned, in rank 0, and its port in the others. Raises ConfigError if this process is in a
+    group already.
     """
     check_is_free()
     if device.type == "cuda":
@@ -110,7 +99,7 @@ def join(store: dist.Store, rank: int, num_ranks: int, device: torch.device) -> 
     with _environment(GLOO_SOCKET_IFNAME=_loopback_interface(), TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=store,
+            store=_store(place),
             rank=rank,
             world_size=num_ranks,
             timeout=_COLLECTIVE_TIMEOUT,
@@ -118,7 +107,19 @@ def join(store: dist.Store, rank: int, num_ranks: int, device: torch.device) -> 
         )
 
 
+def _store(place: socket.socket | int) -> Any:
+    port, of_rank = (place, {}) if isinstance(place, int) else (place.getsockname()[1], _of_rank_0(place))
+    return dist.TCPStore(_LOOPBACK, port, timeout=_JOIN_TIMEOUT, **of_rank)  # type: ignore[attr-defined]
+
+
+def _of_rank_0(listener: socket.socket) -> dict[str, Any]:
+    return {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+
+
 def check_is_free() -> None:
+    """Raises ConfigError if this process cannot be in a group."""
+    if not dist.is_available():
+        raise ConfigError("tensor_parallel_size > 1 needs torch.distributed, which this build of torch lacks")
     if dist.is_initialized():
         raise ConfigError(
             "tensor_parallel_size > 1 needs torch.distributed, which is in use in this process, by another LLM with "
@@ -145,6 +146,8 @@ def least_of_all(number: int, device: torch.device) -> int:
 
 def arrived(tensor: Tensor) -> Tensor:
     """What a collective will return as a plain tensor, whose memory a kernel may read."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # not there in each build of torch
+
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
@@ -165,7 +168,7 @@ def _loopback_interface() -> str:
     """Where gloo listens, without asking who calls: the network must not reach it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == _LOOPBACK for address in addresses):
-            return name
+            return str(name)
     raise ConfigError(f"tensor_parallel_size > 1 needs a network interface with the address {_LOOPBACK}; there is none")
 
 
