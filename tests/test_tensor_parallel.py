@@ -28,7 +28,6 @@ from paged_backend import (
     EngineDeadError,
     EngineError,
     SamplingParams,
-    check_model,
 )
 
 WAIT_SECONDS = 60.0
@@ -99,7 +98,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 def test_two_ranks_give_what_one_gives(folder_of: Callable[[str], Path]) -> None:
-    folder = folder_of("llama")
+    folder = folder_of("qwen3")
     expected = make_whole(folder)
     with LLM(str(folder), tensor_parallel_size=2, **CROWDED) as llm:
         ranks = our_ranks()
@@ -112,7 +111,7 @@ def test_two_ranks_give_what_one_gives(folder_of: Callable[[str], Path]) -> None
 
 
 def test_a_killed_rank_fails_all_requests_by_name_and_frees_the_others(folder_of: Callable[[str], Path]) -> None:
-    with LLM(str(folder_of("qwen3")), tensor_parallel_size=2, **CROWDED) as llm:
+    with LLM(str(folder_of("llama")), tensor_parallel_size=2, **CROWDED) as llm:
         (rank,) = ranks = our_ranks()
         handles = [llm.submit(prompt, GREEDY.replace(max_tokens=60)) for prompt in PROMPTS[1:3]]
         next(iter(handles[0]))
@@ -210,7 +209,7 @@ class TestRefusals:
 
 @pytest.mark.slow
 class TestMore:
-    @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gemma3_text", "phi3", "gpt_oss"])
+    @pytest.mark.parametrize("architecture", ["gemma2", "phi3", "gpt_oss"])
     def test_other_architectures(self, folder_of: Callable[[str], Path], architecture: str) -> None:
         folder = folder_of(architecture)
         expected = make_whole(folder)
@@ -218,7 +217,7 @@ class TestMore:
             assert_alike(outcomes(llm), expected)
 
     def test_three_ranks(self, tmp_path: Path) -> None:
-        model = make_model(num_attention_heads=6, num_key_value_heads=3, intermediate_size=100)
+        model = make_model(hidden_size=60, num_attention_heads=6, num_key_value_heads=3, intermediate_size=100)
         folder = save_model(tmp_path, model=model)
         expected = make_whole(folder)
         with LLM(str(folder), tensor_parallel_size=3, **CROWDED) as llm:
@@ -226,13 +225,6 @@ class TestMore:
             assert_alike(outcomes(llm), expected)
         assert len(ranks) == 2
         assert_gone(ranks)
-
-    def test_bytes_are_those_of_each_rank(self, folder_of: Callable[[str], Path]) -> None:
-        whole, shard = (
-            check_model(str(folder_of("llama")), tensor_parallel_size=size, dtype="float32") for size in (1, 2)
-        )
-        assert shard.bytes_per_token == whole.bytes_per_token // 2
-        assert our_ranks() == []
 
     def test_a_rank_that_hangs_is_named_and_ended(self, folder_of: Callable[[str], Path]) -> None:
         with LLM.from_backend(make_backend(folder_of("llama"), step_seconds=3.0)) as llm:
@@ -251,17 +243,14 @@ class TestMore:
         assert_gone(ranks)
         assert not dist.is_initialized()
 
-    @pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise SystemExit(7)", "os._exit(7)"])
-    def test_no_rank_outlives_its_parent(self, folder_of: Callable[[str], Path], end: str) -> None:
-        with Script(
-            folder_of("llama"), f"handle = llm.submit('x', long)\nnext(iter(handle))\ninput()\n{end}"
-        ) as script:
+    def test_no_rank_outlives_a_parent_that_is_killed(self, folder_of: Callable[[str], Path]) -> None:
+        lines = ["handle = llm.submit('x', long)", "next(iter(handle))", "input()"]
+        with Script(folder_of("llama"), "\n".join(lines)) as script:
             ranks = ranks_of(psutil.Process(script.process.pid))
-            script.process.communicate(b"\n", timeout=WAIT_SECONDS)
-        assert script.process.returncode == (-signal.SIGKILL if "SIGKILL" in end else 7)
+            script.process.kill()
         assert_gone(ranks)
 
-    def test_a_ctrl_c_ends_a_call_and_nothing_else(self, folder_of: Callable[[str], Path]) -> None:
+    def test_a_ctrl_c_ends_a_call_and_the_interpreters_end_the_ranks(self, folder_of: Callable[[str], Path]) -> None:
         lines = [
             "handle = llm.submit('x', long)",
             "try:",
@@ -271,10 +260,14 @@ class TestMore:
             "    handle.abort()",
             "input()",
             "print(len(llm.generate('x', long.replace(max_tokens=3))[0].outputs[0].token_ids))",
+            "handle = llm.submit('x', long)",
+            "next(iter(handle))",
         ]
         with Script(folder_of("llama"), "\n".join(lines)) as script:
+            ranks = ranks_of(psutil.Process(script.process.pid))
             output, _ = script.process.communicate(b"\n", timeout=WAIT_SECONDS)
         assert (script.process.returncode, output.split()) == (0, [b"3"])
+        assert_gone(ranks)
 
 
 class Script:

@@ -60,10 +60,13 @@ def main(arguments: list[str]) -> None:
 
 def _serve(connection: Connection) -> None:
     # Imported here, since torch and transformers take seconds, in which rank 0's process may end.
+    from transformers.utils import logging as transformers_logging
+
     from paged_backend.model import shards
     from paged_backend.model.loader import LoadedModel, load_shard
     from paged_backend.model.runner import ModelRunner
 
+    transformers_logging.disable_progress_bar()
     connection.send(RankReport())
     setup: RankSetup = connection.recv()
     shards.join(setup.rank, setup.num_ranks, setup.device, setup.port)
