@@ -1,8 +1,8 @@
 """What a language model computes with a paged cache of keys and values, and around it.
 
-Attention: `store_kv` and `paged_attention`. Matrix products: `linear`, `packed_linear` for what `pack` and `pack_numbers`
-make of weights, and `add_low_rank` for adapters. Between them: `add_rms_norm`, `rotary` and `silu_and_mul`. After them:
-`mask_logits`, `penalise`, `draw` and `best_logits`.
+Attention: `store_kv` and `paged_attention`. Matrix products: `linear`, `packed_linear` for what `pack` and
+`pack_numbers` make of weights, and `add_low_rank` for adapters. Between them: `add_rms_norm`, `rotary` and
+`silu_and_mul`. After them: `mask_logits`, `penalise`, `draw` and `best_logits`.
 
 `reference` defines what they compute. Called from here they run the implementation for the tensors' device: Numba's for
 CPUs, Triton's for GPUs of NVIDIA and AMD, the definition itself for all others. The first call for a dtype compiles,

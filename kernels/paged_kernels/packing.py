@@ -100,8 +100,8 @@ def pack(weight: Tensor, bits: int) -> PackedWeight:
 
 
 def pack_numbers(numbers: Tensor, scales: Tensor, bits: int) -> PackedWeight:
-    """Pack weights [N, K] that are whole numbers of 8 or 4 bits, signed, times the scales [N, groups] of their groups of
-    neighbours, which `can_be_group`. Scales stay in their type: float32, bfloat16 or float16."""
+    """Pack weights [N, K] that are whole numbers of 8 or 4 bits, signed, times the scales [N, groups] of their groups
+    of neighbours, which `can_be_group`. Scales stay in their type: float32, bfloat16 or float16."""
     num_columns, depth = numbers.shape
     assert bits != 16 and can_be_group(depth // scales.shape[1], depth) and depth % scales.shape[1] == 0
     parts = [
