@@ -20,7 +20,8 @@ from paged_kernels.attention_few import attend_few, make_few_rows
 from paged_kernels.attention_many import attend_many, make_many_rows
 from paged_kernels.attention_rows import MANY_ROWS, Batch, Softmax, padded
 from paged_kernels.compiled import LOG2_E, TYPES, array_of, compile_kernel, exp2, set_num_threads
-from paged_kernels.plan import cost_of, num_partials_of, plan, share
+from paged_kernels.native import address_of, call
+from paged_kernels.plan import ITEM, cost_of, num_partials_of, plan, share
 from paged_kernels.tiles import LOWEST
 from paged_kernels.vector import BFLOAT16_IS_FAST, LANES, from_float32, to_float32
 
@@ -71,10 +72,12 @@ def paged_attention(
     """See `reference.paged_attention`."""
     out = query.new_empty(query.shape[0], query.shape[1], v_cache.shape[3])
     num_threads = set_num_threads()
+    keys, values = array_of(k_cache), array_of(v_cache)
     attend(
+        items_kernel(query, k_cache, values),
         *_rows(query),
-        array_of(k_cache),
-        array_of(v_cache),
+        keys,
+        values,
         NO_SCALES if k_scales is None else array_of(k_scales),
         NO_SCALES if v_scales is None else array_of(v_scales),
         block_tables.numpy(),
@@ -98,6 +101,24 @@ def tile_types(query: Tensor, k_cache: Tensor) -> tuple[NDArray[Any], NDArray[An
     if BFLOAT16_IS_FAST and query.dtype == torch.bfloat16 and k_cache.dtype in (torch.bfloat16, torch.int8):
         return TYPES[torch.bfloat16], _PAIR
     return _SINGLE, _SINGLE
+
+
+def items_kernel(query: Tensor, k_cache: Tensor, values: NDArray[Any]) -> int:
+    """The address of the kernel that `attend` works on its items with, for arguments of these types."""
+    return _items_kernel(query.dtype, k_cache.dtype, values.flags.c_contiguous, tile_types(query, k_cache)[1] is _PAIR)
+
+
+@functools.cache
+def _items_kernel(dtype: torch.dtype, cache_dtype: torch.dtype, is_contiguous: bool, in_pairs: bool) -> int:
+    like, numbers = TYPES[dtype], TYPES[torch.bfloat16] if in_pairs else _SINGLE
+    cache = array_of(torch.empty(0, 0, 0, 0, dtype=cache_dtype))
+    values = cache if is_contiguous else np.empty((2, 2, 2, 2), cache.dtype)[:, :, :, :1]
+    caches = (cache, values, NO_SCALES, NO_SCALES, np.empty((0, 0), np.int32))
+    made = (np.empty((0, 0, 0), like.dtype), np.empty((0, 0), np.float32))
+    tiles = (numbers, _PAIR if in_pairs else _SINGLE)
+    zero = np.float32(0)
+    batch = Batch(like, 0, 0, *caches, *made, *tiles, 0, zero, 0, 0, zero, NO_HEADS, NO_HEADS)
+    return address_of(_attend_items, batch, np.empty(0, ITEM))
 
 
 def _rows(tensor: Tensor) -> tuple[NDArray[Any], int, int]:
@@ -160,6 +181,7 @@ def quantize(
 
 @functools.partial(compile_kernel, parallel=True)
 def attend(
+    attend_items: int,
     query: NDArray[Any],
     token_stride: int,
     head_stride: int,
@@ -210,7 +232,7 @@ def attend(
     num_parts = num_threads if cost_of(items, group, 0, len(items)) >= _SERIAL_COST else 1
     bounds = share(items, group, num_parts)
     for part in numba.prange(num_parts):
-        _attend_items(batch, items[bounds[part] : bounds[part + 1]])
+        call(attend_items, (batch, items[bounds[part] : bounds[part + 1]]))
     if num_partials:
         _merge_items(batch, items)  # under 1 % of the work
 

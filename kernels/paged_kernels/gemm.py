@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paged_kernels import compiled
 from paged_kernels.compiled import TYPES, array_at, set_num_threads
+from paged_kernels.native import address_of, call
 from paged_kernels.vector import (
     BFLOAT16_IS_FAST,
     LANES,
@@ -60,9 +61,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias = bias.float().contiguous()
     out = x.new_empty(num_rows, num_columns)
     num_threads = 1 if num_rows * num_columns * depth < SERIAL_COST else set_num_threads()
-    multiply(
-        types_of(x, weight), x.data_ptr(), x.stride(0), matrix_of(weight, bias), out.data_ptr(), num_rows, num_threads
-    )
+    types, matrix = types_of(x, weight), matrix_of(weight, bias)
+    multiply(part_kernel(types), types, x.data_ptr(), x.stride(0), matrix, out.data_ptr(), num_rows, num_threads)
     return out
 
 
@@ -72,6 +72,16 @@ def matrix_of(weight: Tensor, bias: Tensor | None) -> Matrix:
     return weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(), (num_columns, depth), None
 
 
+def part_kernel(types: Types) -> int:
+    """The address of the kernel that `multiply` has the threads run, for these types."""
+    return _part_kernel(*(like.dtype for like in types))
+
+
+@functools.cache
+def _part_kernel(*dtypes: np.dtype[Any]) -> int:
+    return address_of(_multiply, *(np.empty(0, dtype) for dtype in dtypes), *[0] * 11)
+
+
 def types_of(x: Tensor, weight: Tensor) -> Types:
     """Of inputs, weights, and inputs that have been widened."""
     in_pairs = BFLOAT16_IS_FAST and x.dtype == weight.dtype == torch.bfloat16
@@ -79,7 +89,9 @@ def types_of(x: Tensor, weight: Tensor) -> Types:
 
 
 @functools.partial(_compile, parallel=True)
-def multiply(types: Types, x: int, stride: int, matrix: Matrix, out: int, num_rows: int, num_threads: int) -> None:
+def multiply(
+    part: int, types: Types, x: int, stride: int, matrix: Matrix, out: int, num_rows: int, num_threads: int
+) -> None:
     """Rows that are `stride` numbers apart times a matrix. Each thread takes some of the columns, in eights, or of the
     rows if there are many."""
     x_like, weight_like, row_like = types
@@ -93,7 +105,7 @@ def multiply(types: Types, x: int, stride: int, matrix: Matrix, out: int, num_ro
         else:
             row, end_row = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
         args = (x_like, weight_like, row_like, x, weight, bias, out, stride, num_columns, depth)
-        _multiply(*args, row, end_row, column, end_column)
+        call(part, (*args, row, end_row, column, end_column))
 
 
 @_compile

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paged_kernels import compiled
 from paged_kernels.compiled import TYPES, array_at, set_num_threads
+from paged_kernels.native import address_of, call
 from paged_kernels.packing import LEAST_COLUMNS, PackedWeight
 from paged_kernels.quads import STEP, add_packed, largest_bits, rotate_64, round_to_bytes
 from paged_kernels.vector import LANES, WIDTH, copy_from_float32, copy_to_float32, from_float32, to_float32
@@ -55,7 +56,9 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
         bias = None if bias is None else bias.float().contiguous()
         num_threads = 1 if num_rows * num_columns * depth < SERIAL_COST[weight.bits] else set_num_threads()
         matrix = matrix_of(weight, bias)
-        multiply(types_of(x, weight), x.data_ptr(), x.stride(0), matrix, out.data_ptr(), num_rows, num_threads)
+        types = types_of(x, weight)
+        part = part_kernel(types, matrix)
+        multiply(part, types, x.data_ptr(), x.stride(0), matrix, out.data_ptr(), num_rows, num_threads)
     return out
 
 
@@ -67,6 +70,18 @@ def matrix_of(weight: PackedWeight, bias: Tensor | None) -> Matrix:
     return *addresses, sizes, None if weight.bits == 16 else (weight.rotation, weight.offset)
 
 
+def part_kernel(types: Types, matrix: Matrix) -> int:
+    """The address of the kernel that `multiply` has the threads run, for these types."""
+    return _part_kernel(matrix[-1] is not None, *(like.dtype for like in types))
+
+
+@functools.cache
+def _part_kernel(is_rounded: bool, *dtypes: np.dtype[Any]) -> int:
+    types = tuple(np.empty(0, dtype) for dtype in dtypes)
+    sizes, rounding = (0, 0, 0, 0, 0), (0, 0) if is_rounded else None
+    return address_of(_multiply, types, 0, 0, 0, 0, 0, sizes, rounding, 0, 0, 0, 0)
+
+
 def types_of(x: Tensor, weight: PackedWeight) -> Types:
     """Of inputs, weights, scales and inputs that have been prepared."""
     bits = weight.bits
@@ -74,14 +89,16 @@ def types_of(x: Tensor, weight: PackedWeight) -> Types:
 
 
 @functools.partial(_compile, parallel=True)
-def multiply(types: Types, x: int, stride: int, matrix: Matrix, out: int, num_rows: int, num_threads: int) -> None:
+def multiply(
+    part: int, types: Types, x: int, stride: int, matrix: Matrix, out: int, num_rows: int, num_threads: int
+) -> None:
     """Rows that are `stride` numbers apart times a matrix. Each thread takes some of the columns, and prepares all rows
     for itself."""
     values, scales, bias, sizes, rounding = matrix
     num_blocks = max(LEAST_COLUMNS, sizes[0] + LANES - 1) // LANES
     for thread in numba.prange(num_threads):
         block, end_block = num_blocks * thread // num_threads, num_blocks * (thread + 1) // num_threads
-        _multiply(types, x, stride, values, scales, bias, sizes, rounding, out, num_rows, block, end_block)
+        call(part, (types, x, stride, values, scales, bias, sizes, rounding, out, num_rows, block, end_block))
 
 
 @_compile

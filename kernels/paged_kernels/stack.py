@@ -48,6 +48,12 @@ class Matrix:
             return packed.types_of(x, self.weight)
         return gemm.types_of(x, self.weight)
 
+    def part_kernel(self, x: Tensor) -> int:
+        """What `multiply` takes for its parts."""
+        if isinstance(self.weight, PackedWeight):
+            return packed.part_kernel(packed.types_of(x, self.weight), packed.matrix_of(self.weight, None))
+        return gemm.part_kernel(gemm.types_of(x, self.weight))
+
     @property
     def precision(self) -> tuple[Any, ...]:
         """What decides by which kernel it is multiplied."""
@@ -151,7 +157,9 @@ class _Kernels(NamedTuple):
     gate_many: int
     store: int
     attend: int
+    attend_items: int
     multiply: int
+    multiply_part: int
 
 
 class _Likes(NamedTuple):
@@ -302,8 +310,10 @@ class LayerStack:
             address_of(fused.gate_rows, *gate),
             address_of(fused.gate_all_rows, *gate),
             address_of(stores, like, 0, 0, *stored),
-            address_of(cpu.attend, *heads, 0.0, 0, 0, 0.0, cpu.NO_HEADS, cpu.NO_HEADS, 0),
-            address_of(multiply, qkv.types(x), 0, 0, qkv.arguments(), 0, 0, 0),
+            address_of(cpu.attend, 0, *heads, 0.0, 0, 0, 0.0, cpu.NO_HEADS, cpu.NO_HEADS, 0),
+            cpu.items_kernel(x, tensors[0], values),
+            address_of(multiply, 0, qkv.types(x), 0, 0, qkv.arguments(), 0, 0, 0),
+            qkv.part_kernel(x),
         )
 
 
@@ -419,7 +429,7 @@ def _multiply(
     work = num_rows * sizes[0] * sizes[1]
     num_threads = 1 if work < operation.least else options.num_threads
     matrix = (layer[column], layer[column + 1], layer[column + 2], sizes, operation.rounding)
-    call(kernels.multiply, (types, x, sizes[1], matrix, out, num_rows, num_threads))
+    call(kernels.multiply, (kernels.multiply_part, types, x, sizes[1], matrix, out, num_rows, num_threads))
 
 
 @compile_kernel
@@ -511,9 +521,10 @@ def _attend(
     value_scales = numba.carray(pointer(layer[_VALUE_SCALES], cpu.NO_SCALES), sizes.scale_blocks)
     out = numba.carray(pointer(buffers.heads, likes.x), (num_tokens, sizes.num_heads, sizes.value_head))
     batch = (query, token_size, size, keys, values, key_scales, value_scales, tables, starts, lengths, out)
+    likes_of_tiles = (likes.numbers, likes.units)
     visible = (factors[0], layer[_WINDOW], layer[_CHUNK], factors[1])
     nothing = (cpu.NO_HEADS, cpu.NO_HEADS)
-    call(kernels.attend, (*batch, likes.numbers, likes.units, *visible, *nothing, options.num_threads))
+    call(kernels.attend, (kernels.attend_items, *batch, *likes_of_tiles, *visible, *nothing, options.num_threads))
 
 
 @compile_kernel
