@@ -17,17 +17,13 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
+from gpu_cases import AROUND_ATTENTION, meta
 from paged_kernels.triton_attention import AttentionPlan, paged_attention, store_kv
 from pretend_gpu import SHARED_MEMORY, TARGETS, Compiled, Resources, pretend_gpu, resources_of
 
 _DOCUMENT = pathlib.Path(__file__).parents[1] / "docs" / "kernels.md"
 _FIRST_LINE, _LAST_LINE = "<!-- table: python benchmarks/gpu_kernels.py -->", "<!-- end of table -->"
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def attend_and_store(
@@ -80,8 +76,10 @@ CASES: dict[str, Callable[[], None]] = {
     "decode, heads of 128, e4m3 cache": lambda: attend_and_store(
         *DECODE, (32, 8), (128, 128), cache_dtype=torch.float8_e4m3fn
     ),
+    **AROUND_ATTENTION,
 }
 """What is compiled for each target: every kernel in every shape that has a configuration of its own."""
+_WIDE = ("norm_rows", "turn_heads", "gate_rows", "begin_draws", "describe_rows", "shrink_rows")
 NOT_ON = {"sm_80": ("decode, heads of 128, e4m3 cache",)}
 
 
@@ -105,8 +103,9 @@ def problems_of(compiled: Compiled, resources: Resources) -> list[str]:
     """Which rules the code breaks.
 
     No spilled registers: on NVIDIA no local memory at all, on AMD no vector registers in memory (scalar ones may be in
-    vector registers). Shared memory within the limit. And for what goes through the KV cache: loads of 16 bytes, and as
-    many buffers of keys and values as the configuration asks for.
+    vector registers). Shared memory within the limit. On NVIDIA, loads of 16 bytes where whole rows are read. And for
+    what goes through the KV cache: as many of these loads as that takes, and as many buffers of keys and values as the
+    configuration asks for.
     """
     problems = []
     if resources.num_spills:
@@ -115,6 +114,8 @@ def problems_of(compiled: Compiled, resources: Resources) -> list[str]:
         problems.append(f"{resources.shared_memory} bytes of shared memory, above {SHARED_MEMORY[compiled.target]}")
     if compiled.kernel == "attend":
         problems += _problems_of_loads(compiled, resources)
+    elif compiled.kernel in _WIDE and compiled.target.startswith("sm_") and not resources.wide_loads:
+        problems.append("no loads of 16 bytes")
     return problems
 
 

@@ -1,6 +1,6 @@
-"""Device code of draws: `begin` reads a row and writes down what may be drawn, `finish` finds the token among it.
+"""Device code of draws: `begin_draws` reads a row and writes down what may be drawn, `finish_draws` finds the token.
 
-Between the two, a row of notes begins with what `begin` knows of it. A launch of its own is what makes sure that all
+Between the two, a row of notes begins with what is known of the row. A launch of its own is what makes sure that all
 threads see the notes.
 """
 
@@ -30,7 +30,7 @@ _EXPECTED = tl.constexpr(256)  # number of tokens that top_p alone keeps
 
 
 @triton.jit
-def begin(
+def begin_draws(
     logits_ptr,
     stride,
     vocab_size,
@@ -81,7 +81,7 @@ def begin(
 
 
 @triton.jit
-def finish(
+def finish_draws(
     logits_ptr,
     stride,
     vocab_size,

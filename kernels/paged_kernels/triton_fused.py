@@ -33,7 +33,7 @@ def add_rms_norm(
     padded = triton.next_power_of_2(width)
     rows_per_program = max(1, _ROW_NUMBERS // padded)
     if len(rows):
-        _norm_rows[(triton.cdiv(len(rows), rows_per_program),)](
+        norm_rows[(triton.cdiv(len(rows), rows_per_program),)](
             *(rows, rows if residual is None else residual, weight, normed),
             *(len(rows), rows.stride(0), eps, offset),
             WIDTH=width,
@@ -56,7 +56,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
     heads = min(triton.next_power_of_2(max(num_heads, num_kv_heads)), max(1, _PAIRS // padded))
     query_programs = triton.cdiv(num_heads, heads)
     if num_tokens:
-        _turn_heads[(num_tokens, query_programs + triton.cdiv(num_kv_heads, heads))](
+        turn_heads[(num_tokens, query_programs + triton.cdiv(num_kv_heads, heads))](
             *(query, key, cos, sin),
             *(query.stride(0), query.stride(1), key.stride(0), key.stride(1)),
             NUM_HEADS=num_heads,
@@ -66,6 +66,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
             PAIRS=padded,
             HEADS=heads,
             INTERLEAVED=interleaved,
+            num_warps=min(4, max(1, heads * padded // 256)),
         )
 
 
@@ -76,14 +77,14 @@ def silu_and_mul(gate_up: Tensor, *, activation: str = "silu") -> Tensor:
     out = gate_up.new_empty(num_rows, width)
     block = min(triton.next_power_of_2(width), _GATE_BLOCK)
     if num_rows:
-        _gate_rows[(num_rows, triton.cdiv(width, block))](
+        gate_rows[(num_rows, triton.cdiv(width, block))](
             *(gate_up, out, width, gate_up.stride(0), *_GATES[activation]), BLOCK=block
         )
     return out
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _norm_rows(
+def norm_rows(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -117,7 +118,7 @@ def _norm_rows(
 
 
 @triton.jit
-def _turn_heads(
+def turn_heads(
     query_ptr,
     key_ptr,
     cos_ptr,
@@ -195,7 +196,7 @@ def _halves(at, half, kept):
 
 
 @triton.jit
-def _gate_rows(gate_up_ptr, out_ptr, width, stride, linear, cubic, BLOCK: tl.constexpr):
+def gate_rows(gate_up_ptr, out_ptr, width, stride, linear, cubic, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = columns < width

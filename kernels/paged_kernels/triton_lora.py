@@ -40,13 +40,13 @@ def add_low_rank(out: Tensor, x: Tensor, adapters: LowRankAdapters, rows: RowInd
         "WEIGHT_TYPE": _TYPES[adapters.dtype],
         "num_warps": 4 if has_few else 8,
     }
-    _shrink[(len(tiles), extent.num_pieces, num_parts)](
+    shrink_rows[(len(tiles), extent.num_pieces, num_parts)](
         *(low, x, table, table[0].numel(), tiles, num_rows, depth, x.stride(0)),
         PART=_PART if has_few else depth,
         BLOCK=_DEPTH_BLOCK,
         **options,
     )
-    _expand[(len(tiles), extent.num_pieces, triton.cdiv(extent.width, _COLUMNS))](
+    expand_rows[(len(tiles), extent.num_pieces, triton.cdiv(extent.width, _COLUMNS))](
         *(out, low, table, table[0].numel(), tiles, num_rows, out.stride(0)),
         PARTS=num_parts,
         COLUMNS=_COLUMNS,
@@ -56,7 +56,7 @@ def add_low_rank(out: Tensor, x: Tensor, adapters: LowRankAdapters, rows: RowInd
 
 
 @triton.jit(do_not_specialize=["table_size", "num_rows"])
-def _shrink(
+def shrink_rows(
     low_ptr,
     x_ptr,
     table_ptr,
@@ -99,7 +99,7 @@ def _shrink(
 
 
 @triton.jit(do_not_specialize=["table_size", "num_rows"])
-def _expand(
+def expand_rows(
     out_ptr,
     low_ptr,
     table_ptr,

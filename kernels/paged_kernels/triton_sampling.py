@@ -51,8 +51,8 @@ def draw(logits: Tensor, temperatures: Tensor, min_p: Tensor, top_k: Tensor, top
     options = {**_row_options(vocab_size), "FIRST": triton_draw.HEADER}
     if num_rows:
         rows = (logits, _row_stride(logits), vocab_size, temperatures)
-        triton_draw.begin[(num_rows,)](*rows, min_p, top_k, top_p, shares, tokens, notes, **options)
-        triton_draw.finish[(num_rows,)](*rows, top_k, top_p, shares, tokens, notes, **options)
+        triton_draw.begin_draws[(num_rows,)](*rows, min_p, top_k, top_p, shares, tokens, notes, **options)
+        triton_draw.finish_draws[(num_rows,)](*rows, top_k, top_p, shares, tokens, notes, **options)
     return tokens
 
 
@@ -67,9 +67,9 @@ def best_logits(logits: Tensor, chosen: Tensor, num: int) -> tuple[Tensor, Tenso
     ids, notes = chosen.new_empty(num_rows, num), chosen.new_empty(num_rows, _CAPACITY)
     rows = (logits, _row_stride(logits), vocab_size)
     options = _row_options(vocab_size)
-    _describe_rows[(num_rows,)](*rows, chosen, num, normalisers, ranks, num_left, notes, **options)
+    describe_rows[(num_rows,)](*rows, chosen, num, normalisers, ranks, num_left, notes, **options)
     if num:
-        _list_best[(num_rows,)](*rows, num, values, ids, num_left, notes, **options)
+        list_best[(num_rows,)](*rows, num, values, ids, num_left, notes, **options)
     return normalisers, ranks, values, ids
 
 
@@ -79,7 +79,7 @@ def mask_logits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     assert bitmask.shape[1] * 32 >= vocab_size and bitmask.stride(1) == 1
     rows, bitmask = (part.to(logits.device, non_blocking=True) for part in (rows, bitmask))
     if len(rows):
-        _mask_rows[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
+        mask_rows[(len(rows), triton.cdiv(vocab_size, _BLOCK))](
             *(logits, _row_stride(logits), vocab_size, rows, bitmask, bitmask.stride(0)), BLOCK=_BLOCK
         )
 
@@ -87,7 +87,7 @@ def mask_logits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 def penalise(logits: Tensor, rows: Tensor, ids: Tensor, repetition: Tensor, subtracted: Tensor) -> None:
     """See `reference.penalise`."""
     if len(rows):
-        _penalise_tokens[(triton.cdiv(len(rows), _TOKENS),)](
+        penalise_tokens[(triton.cdiv(len(rows), _TOKENS),)](
             *(logits, _row_stride(logits), rows, ids, repetition, subtracted, len(rows)), BLOCK=_TOKENS
         )
 
@@ -107,7 +107,7 @@ def _row_options(vocab_size: int) -> dict[str, Any]:
 
 
 @triton.jit(do_not_specialize=["num"])
-def _describe_rows(
+def describe_rows(
     logits_ptr,
     stride,
     vocab_size,
@@ -141,7 +141,7 @@ def _describe_rows(
 
 
 @triton.jit(do_not_specialize=["num"])
-def _list_best(
+def list_best(
     logits_ptr,
     stride,
     vocab_size,
@@ -173,7 +173,7 @@ def _list_best(
 
 
 @triton.jit
-def _mask_rows(logits_ptr, stride, vocab_size, rows_ptr, bitmask_ptr, bitmask_stride, BLOCK: tl.constexpr):
+def mask_rows(logits_ptr, stride, vocab_size, rows_ptr, bitmask_ptr, bitmask_stride, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     words = tl.load(bitmask_ptr + i * bitmask_stride + ids // 32, mask=ids < vocab_size, other=-1)
@@ -182,7 +182,7 @@ def _mask_rows(logits_ptr, stride, vocab_size, rows_ptr, bitmask_ptr, bitmask_st
 
 
 @triton.jit(do_not_specialize=["num"])
-def _penalise_tokens(logits_ptr, stride, rows_ptr, ids_ptr, repetition_ptr, subtracted_ptr, num, BLOCK: tl.constexpr):
+def penalise_tokens(logits_ptr, stride, rows_ptr, ids_ptr, repetition_ptr, subtracted_ptr, num, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = i < num
     at = logits_ptr + tl.load(rows_ptr + i, mask=kept, other=0) * stride + tl.load(ids_ptr + i, mask=kept, other=0)

@@ -6,9 +6,14 @@ To be run without TRITON_INTERPRET.
 import json
 import sys
 
+import numpy as np
 import torch
 
+from gpu_cases import layer
+from paged_kernels.adapters import LowRankAdapters, Piece, RowIndex
 from paged_kernels.triton_attention import AttentionPlan, paged_attention, store_kv
+from paged_kernels.triton_lora import add_low_rank
+from paged_kernels.triton_sampling import best_logits, draw, mask_logits
 from pretend_gpu import pretend_gpu
 
 
@@ -36,12 +41,34 @@ def attend(query_lens, seq_lens, num_decodes, *, width=32, num_padding=0, cache_
     )
 
 
+def sample(temperatures, top_k, top_p):
+    """Draws and log-probabilities of rows with these parameters, the first one with a mask."""
+    num_rows, vocab_size = len(temperatures), 1000
+    logits, chosen = torch.randn(num_rows, vocab_size), torch.randint(0, vocab_size, (num_rows,))
+    floats = [torch.tensor(values, dtype=torch.float64) for values in (temperatures, top_p)]
+    mask_logits(logits, torch.tensor([0]), torch.randint(-9, 9, (1, 32), dtype=torch.int32))
+    draw(logits, floats[0], torch.zeros_like(floats[0]), torch.tensor(top_k), floats[1], torch.rand_like(floats[0]))
+    best_logits(logits, chosen, 5)
+
+
+def adapt(numbers):
+    """A layer for rows with these of two adapters."""
+    pieces = [[Piece(0, torch.randn(8, 64), torch.randn(8, 48))] for _ in range(2)]
+    rows = RowIndex(np.array(numbers, np.int32), 2)
+    add_low_rank(torch.zeros(len(numbers), 48), torch.randn(len(numbers), 64), LowRankAdapters(pieces), rows)
+
+
 STEPS = {
     "decode": lambda: attend([1, 1, 1, 1], [5, 9, 100, 7], 4),
     "decode of others": lambda: attend([1, 1, 1, 1], [300, 2, 0, 0], 4, num_padding=2),
     "mixed": lambda: attend([1, 1, 30, 8], [5, 9, 100, 8], 2),
     "mixed with others": lambda: attend([1, 1, 7, 31], [500, 1, 7, 400], 2),
+    "draws": lambda: sample([0.0, 1.0, 0.7], [0, 0, 50], [1.0, 1.0, 0.9]),
+    "draws of others": lambda: sample([2.0, 0.0, 1.0], [3, 0, 0], [0.5, 1.0, 1.0]),
+    "adapters": lambda: adapt([0, 0, -1, 1, 1, 1]),
+    "other adapters": lambda: adapt([-1, 1, -1, -1, -1, -1]),
     **{f"batch of {n}": lambda n=n: attend([1] * n, [20] * n, n, width=3 * n) for n in (1, 2, 3, 8, 17)},
+    **{f"layer for {n}": lambda n=n: layer(n, 64, (4, 2), 16, 128) for n in (1, 2, 3, 8, 17)},
 }
 
 

@@ -26,7 +26,15 @@ def launches():
     return json.loads(run_compiled(Path(__file__).with_name("launches_process.py")))
 
 
-@pytest.mark.parametrize(("step", "other"), [("decode", "decode of others"), ("mixed", "mixed with others")])
+@pytest.mark.parametrize(
+    ("step", "other"),
+    [
+        ("decode", "decode of others"),
+        ("mixed", "mixed with others"),
+        ("draws", "draws of others"),
+        ("adapters", "other adapters"),
+    ],
+)
 def test_steps_of_the_same_shapes_launch_the_same(launches, step, other):
     """So that a CUDA graph of one may be replayed for the other."""
     assert launches[step] == launches[other]
@@ -36,10 +44,11 @@ def test_steps_of_the_same_shapes_launch_the_same(launches, step, other):
 def test_no_batch_size_is_compiled_for_by_itself(launches):
     variants = {}
     for step, step_launches in launches.items():
-        if step.startswith("batch of"):
+        if step.startswith(("batch of", "layer for")):
             for kernel, variant, _grid, _scalars in step_launches:
                 variants.setdefault(kernel, set()).add(variant)
-    assert len(variants["attend"]) == len(variants["store_tokens"]) == 1
+    once = ("attend", "store_tokens", "norm_rows", "turn_heads", "gate_rows")
+    assert {len(variants[kernel]) for kernel in once} == {1}
     assert len(variants["merge"]) <= 2  # one per number of splits
 
 
