@@ -31,6 +31,6 @@ def choose(logits: torch.Tensor, sequences: list[Sequence]) -> Ints:
         np.array([item.top_p for item in params], np.float64),
         shares,
     )
-    tokens = paged_kernels.draw(logits, *(torch.from_numpy(column).to(logits.device) for column in filters))
-    chosen: Ints = tokens.cpu().numpy()
+    columns = (torch.from_numpy(column).to(logits.device, non_blocking=True) for column in filters)
+    chosen: Ints = paged_kernels.draw(logits, *columns).cpu().numpy()
     return chosen

@@ -84,13 +84,14 @@ def apply_constraints(logits: torch.Tensor, constrained: Sequence[ConstrainedRow
     biases = np.concatenate([item.constraints.biases for item in constrained])
     if len(biases):
         index = _index([(item.row, item.constraints.biased) for item in constrained], logits.device)
-        logits[index] += torch.from_numpy(biases).to(logits.device)
+        logits[index] += torch.from_numpy(biases).to(logits.device, non_blocking=True)
 
 
 def _index(rows_and_ids: Sequence[tuple[int, Ids]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     rows = np.repeat([row for row, _ in rows_and_ids], [len(ids) for _, ids in rows_and_ids])
     ids = np.concatenate([ids for _, ids in rows_and_ids])
-    return torch.from_numpy(rows).to(device), torch.from_numpy(ids).to(device)
+    rows_on_device, ids_on_device = (torch.from_numpy(part).to(device, non_blocking=True) for part in (rows, ids))
+    return rows_on_device, ids_on_device
 
 
 def _in_vocabulary(ids: Iterable[int], vocab_size: int) -> Ids:

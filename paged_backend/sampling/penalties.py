@@ -85,7 +85,7 @@ def apply_penalties(logits: torch.Tensor, penalised: Sequence[PenalisedRow]) -> 
     ]
 
     def on_device(values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values).to(logits.device, non_blocking=logits.is_cuda)
+        return torch.from_numpy(values).to(logits.device, non_blocking=True)
 
     paged_kernels.penalise(
         logits,

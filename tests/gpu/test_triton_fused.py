@@ -13,7 +13,8 @@ from paged_kernels.triton_fused import add_rms_norm, rotary, silu_and_mul
 
 pytestmark = [pytest.mark.timeout(100), pytest.mark.filterwarnings("ignore:overflow")]
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+SLOW = [pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16)]
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, *SLOW], ids=str)
 # The interpreter truncates to bfloat16, so that each rounding may be off by one more.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
