@@ -26,6 +26,7 @@ __all__ = [
     "add_low_rank",
     "add_rms_norm",
     "after_compilation",
+    "are_interpreted",
     "best_logits",
     "draw",
     "interpreted",
@@ -69,6 +70,11 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         _on_cpus.are_interpreted = before
+
+
+def are_interpreted() -> bool:
+    """Whether the kernels for GPUs compute on CPUs: see `interpreted`."""
+    return _on_cpus.are_interpreted
 
 
 @functools.cache

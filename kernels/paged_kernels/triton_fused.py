@@ -7,7 +7,6 @@ from shapes, so that launches can be captured.
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,7 +28,7 @@ def add_rms_norm(
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     assert residual is None or (residual.is_contiguous() and residual.dtype == x.dtype and residual.shape == x.shape)
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    normed = x.new_empty(x.shape)
     padded = triton.next_power_of_2(width)
     rows_per_program = max(1, _ROW_NUMBERS // padded)
     if len(rows):

@@ -32,7 +32,7 @@ def add_low_rank(out: Tensor, x: Tensor, adapters: LowRankAdapters, rows: RowInd
     extent, table, tiles = adapters.extent, adapters.table, rows.tiles(16 if has_few else 64, x.device)
     rank = max(_LEAST_RANK, triton.next_power_of_2(extent.rank))
     num_parts = triton.cdiv(depth, _PART) if has_few else 1
-    low = torch.empty(num_parts, num_rows, extent.num_pieces, rank, dtype=torch.float32, device=x.device)
+    low = x.new_empty(num_parts, num_rows, extent.num_pieces, rank, dtype=torch.float32)
     options = {
         "ROWS": tiles.shape[1] - 1,
         "RANK": rank,

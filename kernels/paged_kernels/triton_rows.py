@@ -8,6 +8,8 @@ UNITS = tl.constexpr(2.0**40)
 """What the best token of a row weighs."""
 LOWEST_POWER = tl.constexpr(-41.0)
 """Of 2, below which a weight rounds to 0."""
+STAGES = tl.constexpr(3)
+"""Of loops over a row: blocks that are on their way."""
 LOWEST_KEY = tl.constexpr(-(2**31))
 KEY_OF_MINUS_INFINITY = tl.constexpr(-2139095041)
 
@@ -27,7 +29,7 @@ def survey(logits_ptr, vocab_size, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     ids = lanes
     maxima = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
         values = read(logits_ptr, vocab_size, start, BLOCK)
         ids = tl.where(values > maxima, start + lanes, ids)
         maxima = tl.maximum(maxima, values)
@@ -46,11 +48,11 @@ def weigh(values, best, scale):
 @triton.jit
 def weigh_row(logits_ptr, vocab_size, floor, best, scale, BLOCK: tl.constexpr):
     """What those weigh together whose keys are not below the floor."""
-    total = tl.full((), 0, tl.int64)
-    for start in range(0, vocab_size, BLOCK):
+    totals = tl.full([BLOCK], 0, tl.int64)  # of each lane, so that loads need not wait for sums
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
         values = read(logits_ptr, vocab_size, start, BLOCK)
-        total += tl.sum(tl.where(key_of(values) >= floor, weigh(values, best, scale), 0), 0)
-    return total
+        totals += tl.where(key_of(values) >= floor, weigh(values, best, scale), 0)
+    return tl.sum(totals, 0)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from paged_kernels import reference, triton_draw
 from paged_kernels.triton_rows import (
     LOG2_E,
     LOWEST_KEY,
+    STAGES,
     UNITS,
     id_of,
     key_of,
@@ -46,7 +47,7 @@ _TOKENS = 256
 def draw(logits: Tensor, temperatures: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, shares: Tensor) -> Tensor:
     """See `reference.draw`."""
     num_rows, vocab_size = logits.shape
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    tokens = logits.new_empty(num_rows, dtype=torch.int64)
     notes = tokens.new_empty(num_rows, triton_draw.HEADER + _CAPACITY)
     options = {**_row_options(vocab_size), "FIRST": triton_draw.HEADER}
     if num_rows:
@@ -61,9 +62,9 @@ def best_logits(logits: Tensor, chosen: Tensor, num: int) -> tuple[Tensor, Tenso
     num_rows, vocab_size = logits.shape
     if num > _MOST_BEST or not num_rows:
         return reference.best_logits(logits, chosen, num)
-    normalisers = torch.empty(num_rows, dtype=torch.float64, device=logits.device)
+    normalisers = logits.new_empty(num_rows, dtype=torch.float64)
     ranks, num_left = torch.empty_like(chosen), torch.empty_like(chosen)
-    values = torch.empty(num_rows, num, dtype=torch.float32, device=logits.device)
+    values = logits.new_empty(num_rows, num, dtype=torch.float32)
     ids, notes = chosen.new_empty(num_rows, num), chosen.new_empty(num_rows, _CAPACITY)
     rows = (logits, _row_stride(logits), vocab_size)
     options = _row_options(vocab_size)
@@ -126,14 +127,15 @@ def describe_rows(
     logits_ptr += row * stride
     best, _best_id, maxima = survey(logits_ptr, vocab_size, BLOCK)
     chosen = tl.load(logits_ptr + tl.load(chosen_ptr + row)).to(tl.float32)
-    total = tl.full((), 0, tl.int64)
-    rank = tl.full((), 1, tl.int32)
-    for start in range(0, vocab_size, BLOCK):
+    totals = tl.full([BLOCK], 0, tl.int64)
+    nums_above = tl.full([BLOCK], 0, tl.int32)
+    for start in tl.range(0, vocab_size, BLOCK, num_stages=STAGES):
         values = read(logits_ptr, vocab_size, start, BLOCK)
-        total += tl.sum(weigh(values, best, LOG2_E), 0)
-        rank += tl.sum((values > chosen).to(tl.int32), 0)
-    tl.store(normalisers_ptr + row, best.to(tl.float64) + tl.log(total.to(tl.float64) / UNITS))
-    tl.store(ranks_ptr + row, rank)
+        totals += weigh(values, best, LOG2_E)
+        nums_above += (values > chosen).to(tl.int32)
+    total = tl.sum(totals, 0).to(tl.float64)
+    tl.store(normalisers_ptr + row, best.to(tl.float64) + tl.log(total / UNITS))
+    tl.store(ranks_ptr + row, 1 + tl.sum(nums_above, 0))
     if num > 0:
         floor = largest(key_of(maxima), num)
         num_left = note_down(logits_ptr, vocab_size, floor, notes_ptr + row * CAPACITY, ID_BITS, BLOCK, CAPACITY)

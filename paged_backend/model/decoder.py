@@ -20,7 +20,7 @@ from paged_backend.model.attention import LayerSpec, PagedLayers
 from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.linear import MOST_ROWS, Linear, PackedLinear
 from paged_backend.model.mapped_files import MappedFiles
-from paged_kernels import add_rms_norm, rotary, silu_and_mul
+from paged_kernels import add_rms_norm, are_interpreted, rotary, silu_and_mul
 from paged_kernels.stack import AttentionOfLayer, LayerStack, LayerWeights, Matrix, StackOptions
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -97,7 +97,7 @@ class FusedDecoder:
     def stack_layers(self, specs: Sequence[LayerSpec], kv_cache: Sequence[LayerCache]) -> None:
         """From now on compute all layers in one call, over this cache, if they are alike and our kernels multiply."""
         weights = [weights for layer in self._layers if (weights := layer.weights()) is not None]
-        if len(weights) < len(self._layers) or not LayerStack.can_hold(weights):
+        if are_interpreted() or len(weights) < len(self._layers) or not LayerStack.can_hold(weights):
             return
         attention = [
             AttentionOfLayer(*cache, scale=spec.scale, window=spec.window, chunk=spec.chunk, softcap=spec.softcap)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers_triton import watched_memory
+from helpers_triton import poisoned_empty, watched_memory
 from paged_kernels import reference
 from paged_kernels.triton_fused import add_rms_norm, rotary, silu_and_mul
 
@@ -20,7 +20,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
 @pytest.fixture(autouse=True)
-def memory():
+def memory(monkeypatch):
+    poisoned_empty(monkeypatch)
     with watched_memory() as launches:
         yield launches
 

@@ -6,12 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers_triton import watched_memory
+from helpers_triton import poisoned_empty, watched_memory
 from paged_kernels import reference
 from paged_kernels.adapters import LowRankAdapters, Piece, RowIndex
 from paged_kernels.triton_lora import add_low_rank
 
 pytestmark = pytest.mark.timeout(100)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    poisoned_empty(monkeypatch)
 
 
 def random(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers_triton import watched_memory
+from helpers_triton import poisoned_empty, watched_memory
 from paged_kernels import reference, triton_sampling
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore:.*encountered in")]
 
 
 @pytest.fixture(autouse=True)
-def memory():
+def memory(monkeypatch):
+    poisoned_empty(monkeypatch)
     with watched_memory() as launches:
         yield launches
 
