@@ -106,7 +106,7 @@ class EngineConfig:
     docs/quantization.md."""
     tensor_parallel_size: int = 1
     """Ranks that a model is cut into: each has its part of the weights and of each token's keys and values. Rank 0 is
-    this process, the others are processes that it starts; on CUDA each has a device. See docs/tensor_parallelism.md."""
+    this process, the others are processes that it starts; on CUDA each has a device. See docs/tensor-parallelism.md."""
     swap_space: float = 0
     """Not available yet; 0: preempted requests are recomputed."""
     enable_lora: bool = False

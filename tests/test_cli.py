@@ -198,7 +198,7 @@ ENGINE_VALUES: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
     "block_size": 8,
     "swap_space": 0.0,
-    "tensor_parallel_size": 1,
+    "tensor_parallel_size": 2,
     "num_gpu_blocks_override": 50,
     "enable_prefix_caching": False,
     "max_num_seqs": 3,

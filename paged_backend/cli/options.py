@@ -52,7 +52,7 @@ ENGINE_OPTIONS: Mapping[str, _Option] = {
     "gpu_memory_utilization": _Option(float, "Share of the free memory for the KV cache, if its memory is not given."),
     "block_size": _Option(int, "Tokens per block."),
     "swap_space": _Option(float, "GiB of memory for preempted requests; only 0 yet: they are recomputed."),
-    "tensor_parallel_size": _Option(int, "Devices that share a model; only 1 yet."),
+    "tensor_parallel_size": _Option(int, "Ranks, processes with a device each, that a model is cut into."),
     "num_gpu_blocks_override": _Option(int, "Number of blocks, whatever the memory."),
     "enable_prefix_caching": _Option(
         bool,

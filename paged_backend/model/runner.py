@@ -41,7 +41,7 @@ from paged_backend.model.pooling import PooledStep
 from paged_backend.model.ranks import Ranks
 from paged_backend.model.rope import freeze_frequencies
 from paged_backend.model.self_check import check_logits, probe_token_ids
-from paged_backend.model.shards import ArrivedLayers, arrived, least_of_all
+from paged_backend.model.shards import ArrivedLayers, arrived, least_of_all, run_whole
 from paged_backend.model.threads import thread_count
 from paged_backend.model.tiers.gathered import GatheredTier
 from paged_backend.model.tiers.grouped import GroupedRun
@@ -164,7 +164,8 @@ class ModelRunner:
         padding: int | None = getattr(model.config, "pad_token_id", None)
         without = frozenset[int]() if padding is None else frozenset([padding])
         probe = probe_token_ids(self.vocab_size, loaded.max_model_len, config.block_size, without=without)
-        expected = ModelCall(model).plain(self._tensor(np.array(probe)))
+        token_ids = self._tensor(np.array(probe))
+        expected = run_whole(model, token_ids) if self._is_sharded else ModelCall(model).plain(token_ids)
         dtype = kv_cache.storage_dtype(config, model.dtype, self.device)
         rounds_inputs = config.quantization is not None or loaded.is_quantized
         coarsest = torch.int8 if rounds_inputs else dtype

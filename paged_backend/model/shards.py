@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +14,12 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from paged_backend.errors import ConfigError
 from paged_backend.model.attention import AttentionLayers
+from paged_backend.model.model_call import ModelCall
 
 _LOOPBACK = "127.0.0.1"
 _JOIN_TIMEOUT = timedelta(minutes=5)
@@ -28,6 +30,9 @@ _HEADS = {
     "num_key_value_heads": "key and value heads",
     "num_global_key_value_heads": "key and value heads in its global layers",
 }
+_MISLOADED = ("hrm_text",)
+"""Whose fused weights transformers (5.24) cuts into shards before it has split them; what comes of it is another model,
+which no run of it can tell."""
 _HEAD_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
 
 
@@ -36,10 +41,10 @@ def check_can_be_sharded(config: PreTrainedConfig, name: str, num_ranks: int, de
     asked = f"tensor_parallel_size={num_ranks}"
     text_config = config.get_text_config(decoder=True)
     plan = getattr(text_config, "base_model_tp_plan", None)
-    if not plan:
+    if not plan or text_config.model_type in _MISLOADED:
         raise ConfigError(
-            f"{asked}: transformers has no plan for cutting {name} ({text_config.model_type}) into shards; leave it "
-            "at 1"
+            f"{asked}: transformers has no plan for cutting {name} ({text_config.model_type}) into shards, or one that "
+            "fails; leave it at 1"
         )
     if any(style == "colwise" and key.rsplit(".", 1)[-1] in _HEAD_PROJECTIONS for key, style in plan.items()):
         for field, what in _HEADS.items():
@@ -144,6 +149,66 @@ def least_of_all(number: int, device: torch.device) -> int:
     return int(numbers)
 
 
+def run_whole(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """Logits [T, V] of one sequence [T] as the model in one piece would give them: what a plan of transformers, which
+    may cut through a sum or a norm, has to be compared with.
+
+    Each rank computes all of it, with the weights of one layer at a time, besides those that are in none, gathered from
+    the shards of all.
+    """
+    with torch.device("meta"):
+        whole = type(model)(copy.deepcopy(model.config)).eval()
+    for name, buffer in model.named_buffers():
+        parent, _, last = name.rpartition(".")
+        whole.get_submodule(parent)._buffers[last] = buffer
+    names = [name for name, _ in whole.named_modules()]
+    layers = _layers(whole)
+    for layer in layers:
+        _gather_for(whole.get_submodule(layer), _pairs(whole, model, [name for name in names if _is_in(name, [layer])]))
+    _gather_for(whole, _pairs(whole, model, [name for name in names if not _is_in(name, layers)]))
+    return ModelCall(whole).plain(input_ids)
+
+
+def _layers(model: nn.Module) -> list[str]:
+    """Their names: the outermost of what is in lists."""
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not _is_in(name, names):
+            names += [f"{name}.{index}" for index in range(len(module))]
+    return names
+
+
+def _is_in(name: str, outer: Iterable[str]) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in outer)
+
+
+def _pairs(whole: nn.Module, model: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, nn.Module]]:
+    return [(whole.get_submodule(name), model.get_submodule(name)) for name in names]
+
+
+def _gather_for(whole: nn.Module, pairs: list[tuple[nn.Module, nn.Module]]) -> None:
+    """When `whole` is called, give the first of each pair the weights that the second has a shard of, and take them
+    back when it has returned."""
+    empty = [dict(module._parameters) for module, _ in pairs]
+
+    def gather(*_: Any) -> None:
+        for module, shard in pairs:
+            for name, weight in shard._parameters.items():
+                module._parameters[name] = None if weight is None else nn.Parameter(_full(weight), requires_grad=False)
+
+    def let_go(*_: Any) -> None:
+        for (module, _shard), parameters in zip(pairs, empty, strict=True):
+            module._parameters.update(parameters)
+
+    whole.register_forward_pre_hook(gather)
+    whole.register_forward_hook(let_go)
+
+
+def _full(weight: Tensor) -> Tensor:
+    gather = getattr(weight, "full_tensor", None)  # of a DTensor
+    return weight if gather is None else arrived(gather())
+
+
 def arrived(tensor: Tensor) -> Tensor:
     """What a collective will return as a plain tensor, whose memory a kernel may read."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor  # not there in each build of torch
@@ -166,9 +231,9 @@ class ArrivedLayers:
 
 def _loopback_interface() -> str:
     """Where gloo listens, without asking who calls: the network must not reach it."""
-    for name, addresses in psutil.net_if_addrs().items():
+    for interface, addresses in psutil.net_if_addrs().items():
         if any(address.address == _LOOPBACK for address in addresses):
-            return str(name)
+            return str(interface)
     raise ConfigError(f"tensor_parallel_size > 1 needs a network interface with the address {_LOOPBACK}; there is none")
 
 
