@@ -14,9 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import BertConfig, BertModel, MambaConfig, MambaForCausalLM, PreTrainedModel
 
+from helpers_architectures import make_tiny
 from helpers_models import EOS, VOCAB_SIZE, make_model, save_model
 from paged_backend import (
     LLM,
@@ -26,8 +28,10 @@ from paged_backend import (
     EngineConfig,
     EngineDeadError,
     EngineError,
+    ModelError,
     SamplingParams,
 )
+from paged_backend.model.kv_cache import memory_for
 
 WAIT_SECONDS = 60.0
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -142,6 +146,11 @@ def kill_first_rank(killed: list[psutil.Process]) -> None:
             rank.kill()
 
 
+def test_ranks_share_the_memory_of_a_cpu() -> None:
+    one, two = (memory_for(EngineConfig(tensor_parallel_size=size), torch.device("cpu")) for size in (1, 2))
+    assert two == pytest.approx(one / 2, rel=0.2)
+
+
 def make_mamba() -> PreTrainedModel:
     sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "pad_token_id": EOS, "eos_token_id": EOS}
     return MambaForCausalLM(MambaConfig(vocab_size=VOCAB_SIZE, **sizes)).eval()
@@ -215,6 +224,12 @@ class TestMore:
         with LLM(str(folder), tensor_parallel_size=2, **CROWDED) as llm:
             assert_alike(outcomes(llm), expected)
 
+    def test_a_plan_that_changes_the_model_is_refused(self, tmp_path: Path) -> None:
+        make_tiny("gemma3n_text").save_pretrained(tmp_path)
+        with pytest.raises(ModelError, match="differs from a plain run"):
+            LLM(str(tmp_path), tensor_parallel_size=2, dtype="float32")
+        assert our_ranks() == []
+
     def test_three_ranks(self, tmp_path: Path) -> None:
         model = make_model(hidden_size=60, num_attention_heads=6, num_key_value_heads=3, intermediate_size=100)
         folder = save_model(tmp_path, model=model)
@@ -226,12 +241,12 @@ class TestMore:
         assert_gone(ranks)
 
     def test_a_rank_that_hangs_is_named_and_ended(self, folder_of: Callable[[str], Path]) -> None:
-        with LLM.from_backend(make_backend(folder_of("llama"), step_seconds=3.0)) as llm:
+        with LLM.from_backend(make_backend(folder_of("llama"), step_seconds=10.0)) as llm:
             (rank,) = ranks = our_ranks()
             handle = llm.submit([1, 2, 3], GREEDY.replace(max_tokens=200))
             next(iter(handle))
             rank.suspend()
-            with pytest.raises(EngineDeadError, match=r"no answer from rank 1 .* not over in 3 s"):
+            with pytest.raises(EngineDeadError, match=r"no answer from rank 1 .* not over in 10 s"):
                 handle.result()
             assert_gone(ranks)
 

@@ -193,7 +193,7 @@ def _start(rank: int) -> _Process:
     """A process of its own session, so that neither Ctrl-C nor a closed terminal reaches it before rank 0 decides."""
     ours, theirs = multiprocessing.Pipe()
     python = os.fsdecode(multiprocessing.spawn.get_executable() or sys.executable)
-    paths = [path or os.getcwd() for path in sys.path]
+    paths = [os.fspath(path) or os.getcwd() for path in sys.path]
     with theirs:
         process = subprocess.Popen(
             [python, "-P", "-c", _CODE, str(theirs.fileno()), str(os.getpid())],
