@@ -1,5 +1,7 @@
-"""Which architectures run in shards, on two ranks: `python tests/models/shards.py [ARCHITECTURE ...]`, with paged_backend
-and tests on the path. Takes ten seconds for each that transformers has a plan for."""
+"""Which architectures run in shards, on two ranks: `python tests/models/shards.py [ARCHITECTURE ...]`.
+
+With paged_backend and tests on the path. Takes ten seconds for each that transformers has a plan for.
+"""
 
 from __future__ import annotations
 
