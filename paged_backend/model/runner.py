@@ -15,7 +15,6 @@ from transformers.utils import logging as transformers_logging
 
 import paged_kernels
 from paged_backend.config import EngineConfig
-from paged_backend.engine.kv_cache_manager import BlockCopy
 from paged_backend.engine.scheduler import SchedulerOutput
 from paged_backend.errors import ConfigError, ModelError
 from paged_backend.model import kv_cache
@@ -60,7 +59,8 @@ class RankStep(NamedTuple):
     """A step as the other ranks get it."""
 
     inputs: StepInputs
-    copies: list[BlockCopy]
+    copies: Sequence[tuple[int, int]]
+    """Blocks whose contents are copied before anything else, and where to."""
     pooled_rows: list[int]
     """Where in the pack the tokens are whose hidden states rank 0 wants, and nobody else."""
 
@@ -358,11 +358,10 @@ class ModelRunner:
             seq_lens=self._tensor(inputs.seq_lens),
         )
 
-    def _copy_blocks(self, copies: list[BlockCopy]) -> None:
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         if not copies:
             return
-        sources = self._tensor(np.array([copy.source for copy in copies]))
-        targets = self._tensor(np.array([copy.target for copy in copies]))
+        sources, targets = (self._tensor(np.array(blocks)) for blocks in zip(*copies, strict=True))
         distinct = {id(cache.keys): cache for cache in self._kv_cache}  # layers may share theirs
         for cache in distinct.values():
             cache.copy_blocks(sources, targets)

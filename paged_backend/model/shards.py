@@ -41,11 +41,11 @@ def check_can_be_sharded(config: PreTrainedConfig, name: str, num_ranks: int, de
     asked = f"tensor_parallel_size={num_ranks}"
     text_config = config.get_text_config(decoder=True)
     plan = getattr(text_config, "base_model_tp_plan", None)
-    if not plan or text_config.model_type in _MISLOADED:
-        raise ConfigError(
-            f"{asked}: transformers has no plan for cutting {name} ({text_config.model_type}) into shards, or one that "
-            "fails; leave it at 1"
-        )
+    kind = f"{name} ({text_config.model_type})"
+    if not plan:
+        raise ConfigError(f"{asked}: transformers has no plan for cutting {kind} into shards; leave it at 1")
+    if text_config.model_type in _MISLOADED:
+        raise ConfigError(f"{asked}: transformers loads the shards of {kind} wrong; leave it at 1")
     if any(style == "colwise" and key.rsplit(".", 1)[-1] in _HEAD_PROJECTIONS for key, style in plan.items()):
         for field, what in _HEADS.items():
             _check_divides(getattr(text_config, field, None), what, name, num_ranks)
