@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from helpers import WAIT_SECONDS
 from helpers_server import ServerUnderTest, make_scripted_llm, make_server
 from paged_backend import ConfigError
 from paged_backend.cli import bench as bench_module
@@ -133,22 +134,26 @@ def test_a_file_without_conversations_is_refused(tmp_path: Path, content: str, c
 
 
 class Counting:
-    """Answers when it is told to, and knows how many wait."""
+    """Answers nobody before so many wait at once, and knows how many do."""
 
-    def __init__(self) -> None:
+    def __init__(self, crowd: int) -> None:
         self.num_waiting = self.most_waiting = 0
+        self._crowd, self._is_crowded = crowd, asyncio.Event()
 
     async def pieces(self, question: Question) -> AsyncIterator[Piece]:
         self.num_waiting += 1
         self.most_waiting = max(self.most_waiting, self.num_waiting)
-        await asyncio.sleep(0.005)
+        if self.num_waiting == self._crowd:
+            self._is_crowded.set()
+        await asyncio.wait_for(self._is_crowded.wait(), WAIT_SECONDS)
+        await asyncio.sleep(0.005)  # in which others would come
         self.num_waiting -= 1
         yield Piece(1, 1)
 
 
 @pytest.mark.parametrize(("limit", "most"), [(None, 12), (3, 3)])
 async def test_no_more_are_asked_at_once_than_allowed(limit: int | None, most: int) -> None:
-    target = Counting()
+    target = Counting(most)
     answers = await put_load(target, [Question("x", 1)] * 12, Pace(max_concurrency=limit), 0, lambda answer: None)
     assert target.most_waiting == most and all(answer.error is None for answer in answers)
 

@@ -40,8 +40,8 @@ COMMANDS = ("serve", "chat", "generate", "run-batch", "check", "bench", "demo")
 WITHOUT_EFFECT = {"enforce_eager"}
 
 
-def run(*arguments: str, text: str | None = None) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments)], input=text, env={"COLUMNS": "200"})
+def run(*arguments: str, text: str | None = None, columns: int = 200) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)], input=text, env={"COLUMNS": str(columns)})
 
 
 def failed(result: Result, code: int = 1) -> str:
@@ -77,12 +77,12 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Fakes:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_names_every_option(command: str) -> None:
-    result = run(command, "--help")
+def test_help_names_every_option_in_full(command: str) -> None:
+    result = run(command, "--help", columns=60)
     assert result.exit_code == 0
     for name in ENGINE_OPTIONS:
         assert f"--{name.replace('_', '-')}" in result.output
-    assert "--config" in result.output
+    assert "--config" in result.output and "\nEngine:\n" in result.output
 
 
 def test_every_setting_of_the_engine_that_does_something_is_an_option() -> None:

@@ -12,7 +12,7 @@ from paged_backend.cli.chat import chat
 from paged_backend.cli.check import check
 from paged_backend.cli.demo import demo
 from paged_backend.cli.generate import generate
-from paged_backend.cli.options import ManyValuesCommand
+from paged_backend.cli.options import Command, ManyValuesCommand
 from paged_backend.cli.run_batch import run_batch
 from paged_backend.cli.serve import serve
 
@@ -20,17 +20,17 @@ app = typer.Typer(
     name="paged-backend",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode=None,  # whose tables cut long names off
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 done but for some lines of a file, 130 interrupted.",
 )
 app.command(cls=ManyValuesCommand)(serve)
-app.command()(chat)
-app.command()(generate)
-app.command("run-batch")(run_batch)
-app.command()(check)
-app.command()(bench)
-app.command()(demo)
+app.command(cls=Command)(chat)
+app.command(cls=Command)(generate)
+app.command("run-batch", cls=Command)(run_batch)
+app.command(cls=Command)(check)
+app.command(cls=Command, short_help="Measure a server or a model under load.")(bench)
+app.command(cls=Command, short_help="Show on a small model what batching does.")(demo)
 
 
 def _show_version(asked: bool) -> None:

@@ -21,69 +21,74 @@ from paged_backend.cli.bench_report import plot, results_of, tables_of
 from paged_backend.cli.options import FAILED, INCOMPLETE, Engine, command, start_logging
 from paged_backend.cli.progress import progress_bar
 
-_DATA, _LOAD, _RESULTS = "What is asked", "How it is asked", "Results"
 _WARM_UP_TOKENS = 8
+
+
+def _asked(text: str, *flags: str, **how: Any) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel="What is asked", **how)
+
+
+def _paced(text: str, **how: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel="How it is asked", **how)
+
+
+def _written(text: str, *flags: str) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel="Results")
+
+
+_Model = Annotated[
+    str | None,
+    typer.Argument(help="demo, a folder, a .gguf file or a hub id; with --base-url, what the server calls it."),
+]
+_BaseUrl = Annotated[str | None, typer.Option(help="A server that speaks OpenAI's API, as http://127.0.0.1:8000.")]
+_ApiKey = Annotated[str | None, typer.Option(help="The key that the server wants.")]
+_NumPrompts = Annotated[int, _asked("How many.", min=1)]
+_DatasetPath = Annotated[Path | None, _asked("Conversations in ShareGPT's form.")]
+_InputLen = Annotated[int, _asked("Tokens, about.", "--input-len", "--random-input-len", min=1)]
+_OutputLen = Annotated[
+    int | None,
+    _asked(
+        "Tokens of an answer; with --dataset-path, as in the file unless given.",
+        *("--output-len", "--random-output-len"),
+        min=1,
+        show_default="64",
+    ),
+]
+_RangeRatio = Annotated[float, _asked("Share by which the two lengths vary.", min=0, max=1)]
+_PrefixLen = Annotated[int, _asked("Tokens, about, with which all prompts begin.", min=0)]
+_Chat = Annotated[bool, _asked("As chats, or as plain text.", "--chat/--completions")]
+_IgnoreEos = Annotated[bool, _asked("Answers of full length.", "--ignore-eos/--no-ignore-eos")]
+_RequestRate = Annotated[float, _paced("Requests per second, at random times; inf: all at once.")]
+_Burstiness = Annotated[float, _paced("Below 1 they come in bursts, above 1 more evenly.")]
+_MaxConcurrency = Annotated[int | None, _paced("Most at a time.")]
+_NumWarmups = Annotated[int, _paced("Short requests before, which do not count.", min=0)]
+_BenchSeed = Annotated[int, _paced("Of prompts and times.")]
+_OutputJson = Annotated[Path | None, _written("Write all results there.")]
+_Plot = Annotated[Path | None, _written("Draw them there, as out.png.", "--plot")]
 
 
 @command
 def bench(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="demo, a folder, a .gguf file or a hub id; with --base-url, what the server calls it."),
-    ] = None,
+    model: _Model = None,
     *,
     engine: Engine,
-    base_url: Annotated[
-        str | None, typer.Option(help="A server that speaks OpenAI's API, as http://127.0.0.1:8000.")
-    ] = None,
-    api_key: Annotated[str | None, typer.Option(help="The key that the server wants.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="How many.", rich_help_panel=_DATA)] = 100,
-    dataset_path: Annotated[
-        Path | None,
-        typer.Option(help="Conversations in ShareGPT's form.", rich_help_panel=_DATA),
-    ] = None,
-    input_len: Annotated[
-        int, typer.Option("--input-len", "--random-input-len", min=1, help="Tokens, about.", rich_help_panel=_DATA)
-    ] = 128,
-    output_len: Annotated[
-        int | None,
-        typer.Option(
-            "--output-len",
-            "--random-output-len",
-            min=1,
-            help="Tokens of an answer; with --dataset-path, as in the file unless given.",
-            show_default="64",
-            rich_help_panel=_DATA,
-        ),
-    ] = None,
-    range_ratio: Annotated[
-        float, typer.Option(min=0, max=1, help="Share by which the two lengths vary.", rich_help_panel=_DATA)
-    ] = 0.0,
-    prefix_len: Annotated[
-        int, typer.Option(min=0, help="Tokens, about, with which all prompts begin.", rich_help_panel=_DATA)
-    ] = 0,
-    chat: Annotated[
-        bool, typer.Option("--chat/--completions", help="As chats, or as plain text.", rich_help_panel=_DATA)
-    ] = True,
-    ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos/--no-ignore-eos", help="Answers of full length.", rich_help_panel=_DATA),
-    ] = True,
-    request_rate: Annotated[
-        float, typer.Option(help="Requests per second, at random times; inf: all at once.", rich_help_panel=_LOAD)
-    ] = math.inf,
-    burstiness: Annotated[
-        float, typer.Option(help="Below 1 they come in bursts, above 1 more evenly.", rich_help_panel=_LOAD)
-    ] = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(help="Most at a time.", rich_help_panel=_LOAD)] = None,
-    num_warmups: Annotated[
-        int, typer.Option(min=0, help="Short requests before, which do not count.", rich_help_panel=_LOAD)
-    ] = 1,
-    bench_seed: Annotated[int, typer.Option(help="Of prompts and times.", rich_help_panel=_LOAD)] = 0,
-    output_json: Annotated[Path | None, typer.Option(help="Write all results there.", rich_help_panel=_RESULTS)] = None,
-    plot_path: Annotated[
-        Path | None, typer.Option("--plot", help="Draw them there, as out.png.", rich_help_panel=_RESULTS)
-    ] = None,
+    base_url: _BaseUrl = None,
+    api_key: _ApiKey = None,
+    num_prompts: _NumPrompts = 100,
+    dataset_path: _DatasetPath = None,
+    input_len: _InputLen = 128,
+    output_len: _OutputLen = None,
+    range_ratio: _RangeRatio = 0.0,
+    prefix_len: _PrefixLen = 0,
+    chat: _Chat = True,
+    ignore_eos: _IgnoreEos = True,
+    request_rate: _RequestRate = math.inf,
+    burstiness: _Burstiness = 1.0,
+    max_concurrency: _MaxConcurrency = None,
+    num_warmups: _NumWarmups = 1,
+    bench_seed: _BenchSeed = 0,
+    output_json: _OutputJson = None,
+    plot_path: _Plot = None,
 ) -> None:
     """Measure a server (--base-url) or a model in this process under load.
 
@@ -91,33 +96,15 @@ def bench(
     first token, time between tokens and the whole time, as mean, P50, P90 and P99.
     """
     start_logging("warning")
-    if base_url is None and model is None:
-        raise ConfigError("nothing is to be measured; give a model, or --base-url")
-    if base_url is not None and engine:
-        raise ConfigError(f"--{next(iter(engine)).replace('_', '-')} is for a model in this process, not for a server")
     pace = Pace(request_rate=request_rate, burstiness=burstiness, max_concurrency=max_concurrency)
     if dataset_path is not None:
         questions = from_file(dataset_path, num_prompts, output_len=output_len, seed=bench_seed)
     else:
-        questions = synthetic(
-            num_prompts,
-            input_len=input_len,
-            output_len=output_len or 64,
-            range_ratio=range_ratio,
-            prefix_len=prefix_len,
-            seed=bench_seed,
-        )
-
-    async def run() -> list[Answer]:
-        target = _server if base_url is not None else _engine
-        async with target(model, base_url, api_key, engine, {"is_chat": chat, "ignore_eos": ignore_eos}) as measured:
-            await _warm_up(measured, questions[:1] * num_warmups)
-            with progress_bar(len(questions), 0) as bar:
-                return await put_load(
-                    measured, questions, pace, bench_seed, lambda answer: bar.advance(answer.num_output_tokens)
-                )
-
-    answers = asyncio.run(run())
+        lengths = {"input_len": input_len, "output_len": output_len or 64, "prefix_len": prefix_len}
+        questions = synthetic(num_prompts, **lengths, range_ratio=range_ratio, seed=bench_seed)
+    form = {"is_chat": chat, "ignore_eos": ignore_eos}
+    target = _target(model, base_url, api_key, engine, form)
+    answers = asyncio.run(_measure(target, questions, num_warmups, pace, bench_seed))
     results = results_of(answers)
     _show(results)
     if output_json is not None:
@@ -137,6 +124,19 @@ def bench(
         raise typer.Exit(INCOMPLETE if results["completed"] else FAILED)
 
 
+async def _measure(
+    target: contextlib.AbstractAsyncContextManager[Target],
+    questions: list[Question],
+    num_warmups: int,
+    pace: Pace,
+    seed: int,
+) -> list[Answer]:
+    async with target as measured:
+        await _warm_up(measured, questions[:1] * num_warmups)
+        with progress_bar(len(questions), 0) as bar:
+            return await put_load(measured, questions, pace, seed, lambda answer: bar.advance(answer.num_output_tokens))
+
+
 async def _warm_up(target: Target, questions: list[Question]) -> None:
     for question in questions:
         async for _ in target.pieces(question._replace(max_tokens=_WARM_UP_TOKENS)):
@@ -151,20 +151,31 @@ def _show(results: dict[str, Any]) -> None:
         console.print(error, style="red", markup=False)
 
 
+def _target(
+    model: str | None, base_url: str | None, api_key: str | None, engine: Engine, form: dict[str, bool]
+) -> contextlib.AbstractAsyncContextManager[Target]:
+    """What is measured, once it is entered; raises ConfigError if that is not clear."""
+    if base_url is not None:
+        if engine:
+            raise ConfigError(
+                f"--{next(iter(engine)).replace('_', '-')} is for a model in this process, not for a server"
+            )
+        return _server(model, base_url, api_key, form)
+    if model is None:
+        raise ConfigError("nothing is to be measured; give a model, or --base-url")
+    return _engine(model, engine, form)
+
+
 @contextlib.asynccontextmanager
 async def _server(
-    model: str | None, base_url: str | None, api_key: str | None, engine: dict[str, Any], form: dict[str, bool]
+    model: str | None, base_url: str, api_key: str | None, form: dict[str, bool]
 ) -> AsyncIterator[Target]:
-    assert base_url is not None
     async with http_client(base_url.removesuffix("/").removesuffix("/v1"), api_key) as client:
         yield Server(client, model or await served_model(client), **form)
 
 
 @contextlib.asynccontextmanager
-async def _engine(
-    model: str | None, base_url: str | None, api_key: str | None, engine: dict[str, Any], form: dict[str, bool]
-) -> AsyncIterator[Target]:
-    assert model is not None
+async def _engine(model: str, engine: Engine, form: dict[str, bool]) -> AsyncIterator[Target]:
     tokenizer = engine.pop("tokenizer", None)
     with await asyncio.to_thread(LLM, model, tokenizer, **engine) as llm:
         yield InProcess(llm, **form)

@@ -8,6 +8,7 @@ import inspect
 import json
 import logging
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -106,7 +107,22 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class ManyValuesCommand(TyperCommand):
+class Command(TyperCommand):
+    """A command whose help has a section for each panel, and all names in full, however narrow the terminal is."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+        for param in self.get_params(ctx):
+            is_argument = param.param_type_name == "argument"
+            panel = getattr(param, "rich_help_panel", None) or ("Arguments" if is_argument else "Options")
+            if record := param.get_help_record(ctx):
+                sections[panel].append(record)
+        for panel, records in sections.items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+
+
+class ManyValuesCommand(Command):
     """A command whose repeatable options take several values at once, as in vLLM, if the models stand before them:
     `serve A B --served-model-name a b`."""
 
