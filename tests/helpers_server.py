@@ -138,7 +138,7 @@ def make_server(
     *,
     num_blocks: int = 1024,
     max_model_len: int = 2048,
-    template: str = CHAT_TEMPLATE,
+    template: str | None = CHAT_TEMPLATE,
     engine: dict[str, Any] | None = None,
     **settings: Any,
 ) -> ServerUnderTest:
@@ -157,7 +157,12 @@ def make_models(settings: ServerSettings | None = None, **how: Any) -> Models:
 
 
 def make_scripted_llm(
-    *, num_blocks: int = 1024, max_model_len: int = 2048, template: str = CHAT_TEMPLATE, **config: Any
+    *,
+    num_blocks: int = 1024,
+    max_model_len: int = 2048,
+    template: str | None = CHAT_TEMPLATE,
+    default_sampling: dict[str, Any] | None = None,
+    **config: Any,
 ) -> tuple[LLM, FakeRunner, ScriptedSampler]:
     tokenizer = make_chat_tokenizer(template)
     runner = FakeRunner(num_blocks=num_blocks, block_size=4, vocab_size=len(tokenizer))
@@ -169,11 +174,12 @@ def make_scripted_llm(
         tokenizer=Tokenizer(tokenizer),
         max_model_len=max_model_len,
         eos_token_ids=frozenset([END]),
+        default_sampling=default_sampling or {},
     )
     return LLM.from_backend(backend, **{"block_size": 4, "max_num_batched_tokens": 64} | config), runner, sampler
 
 
-def make_chat_tokenizer(template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+def make_chat_tokenizer(template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(*PIECES), eos_token="<end>")
     tokenizer.chat_template = template
     return tokenizer
