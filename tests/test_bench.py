@@ -94,6 +94,12 @@ def test_an_error_is_one_sentence(arguments: tuple[str, ...], complaint: str) ->
     assert len(result.output.strip().splitlines()) == 1 and "Traceback" not in result.output
 
 
+def test_a_server_that_wants_a_key_is_told_apart(live: tuple[ServerUnderTest, str]) -> None:
+    result = run("--base-url", live[1])
+    assert result.exit_code == 1 and "status 401; give its --api-key" in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
 def test_made_up_prompts_have_the_lengths_asked_for() -> None:
     options: dict[str, Any] = {"input_len": 20, "output_len": 10, "range_ratio": 0.5, "prefix_len": 7}
     questions = synthetic(50, **options, seed=1)

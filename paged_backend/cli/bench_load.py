@@ -17,6 +17,7 @@ import httpx
 from paged_backend import LLM, ConfigError, PagedBackendError
 from paged_backend.cli.bench_data import Question
 
+_WANTS_KEY = (401, 403)
 _MOST_TEXT = 300
 _TIMEOUT = httpx.Timeout(30.0, read=None)
 
@@ -178,7 +179,10 @@ def http_client(base_url: str, api_key: str | None) -> httpx.AsyncClient:
 async def served_model(client: httpx.AsyncClient) -> str:
     """The first model of a server; raises ConfigError if it does not tell."""
     try:
-        response = (await client.get("/v1/models")).raise_for_status()
+        response = await client.get("/v1/models")
+        if response.status_code != 200:
+            hint = "; give its --api-key" if response.status_code in _WANTS_KEY else ""
+            raise ValueError(f"status {response.status_code}{hint}")
         return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"base_url={str(client.base_url)!r} does not tell which models it serves: {error}") from None
