@@ -198,7 +198,7 @@ def _resources_on_nvidia(compiled: Compiled) -> Resources:
 def _cuobjdump(option: str, cubin: pathlib.Path) -> str:
     environment = {**os.environ, "PATH": f"{_TOOLS}:{os.environ['PATH']}"}  # it calls nvdisasm
     done = subprocess.run(
-        [_TOOLS / "cuobjdump", option, cubin], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [_TOOLS / "cuobjdump", option, cubin], env=environment, capture_output=True, text=True, check=True, timeout=600
     )
     return done.stdout
 

@@ -15,6 +15,7 @@ import importlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 from paged_kernels import reference
@@ -87,21 +88,17 @@ def _has_triton() -> bool:
     return True
 
 
+@functools.cache
+def _imported(module: str) -> ModuleType:
+    """Late: Numba takes half a second to import."""
+    return importlib.import_module(f"paged_kernels.{module}")
+
+
 def _by_device(
     definition: Callable[_Parameters, _Result], *, cpu: str | None = None, gpu: str | None = None
 ) -> Callable[_Parameters, _Result]:
     """The function of this name in the module that is written for the device of its first tensor, or else the
     definition."""
-
-    @functools.cache
-    def imported_from(module: str | None) -> Callable[_Parameters, _Result]:
-        if module is None:
-            return definition
-        # Late: Numba takes half a second to import.
-        implementation: Callable[_Parameters, _Result] = getattr(
-            importlib.import_module(f"paged_kernels.{module}"), definition.__name__
-        )
-        return implementation
 
     @functools.wraps(definition)
     def run(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
@@ -110,7 +107,10 @@ def _by_device(
             module = gpu if gpu is not None and _on_cpus.are_interpreted else cpu
         else:
             module = gpu if first.is_cuda and _has_triton() else None  # AMD's are called cuda, too
-        return imported_from(module)(*args, **kwargs)
+        if module is None:
+            return definition(*args, **kwargs)
+        implementation: Callable[_Parameters, _Result] = getattr(_imported(module), definition.__name__)
+        return implementation(*args, **kwargs)
 
     return run
 
