@@ -79,7 +79,7 @@ CASES: dict[str, Callable[[], None]] = {
     **AROUND_ATTENTION,
 }
 """What is compiled for each target: every kernel in every shape that has a configuration of its own."""
-_WIDE = ("norm_rows", "turn_heads", "gate_rows", "begin_draws", "describe_rows", "shrink_rows")
+_WIDE = ("norm_rows", "gate_rows", "begin_draws", "describe_rows", "shrink_rows")
 NOT_ON = {"sm_80": ("decode, heads of 128, e4m3 cache",)}
 
 

@@ -65,7 +65,6 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, interleaved:
             PAIRS=padded,
             HEADS=heads,
             INTERLEAVED=interleaved,
-            num_warps=min(4, max(1, heads * padded // 256)),
         )
 
 

@@ -8,7 +8,7 @@ UNITS = tl.constexpr(2.0**40)
 """What the best token of a row weighs."""
 LOWEST_POWER = tl.constexpr(-41.0)
 """Of 2, below which a weight rounds to 0."""
-STAGES = tl.constexpr(3)
+STAGES = tl.constexpr(2)
 """Of loops over a row: blocks that are on their way."""
 LOWEST_KEY = tl.constexpr(-(2**31))
 KEY_OF_MINUS_INFINITY = tl.constexpr(-2139095041)
