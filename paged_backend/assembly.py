@@ -37,7 +37,11 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
     if isinstance(backend, EncoderBackend):
         return _assemble_encoder(backend, config)
     traits = backend.traits
-    for name, is_wanted in (("prefix caching", config.enable_prefix_caching), ("speculation", config.speculation)):
+    for name, is_wanted in (
+        ("prefix caching", config.enable_prefix_caching),
+        ("speculation", config.speculation),
+        ("swapping", config.swap_space),
+    ):
         if is_wanted and traits.keeps_state:
             logger.info("no %s for %s: the KV cache does not hold all that its sequences keep", name, backend.name)
     manager = KVCacheManager(
@@ -45,6 +49,7 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
         backend.runner.block_size,
         enable_prefix_caching=config.enable_prefix_caching and not traits.keeps_state,
         window=traits.window,
+        num_swap_blocks=0 if traits.keeps_state else backend.num_swap_blocks,
     )
     scheduler = Scheduler(
         manager,

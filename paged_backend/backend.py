@@ -59,6 +59,8 @@ class Backend:
     """None: the runner gives no embeddings."""
     adapters: Adapters | None = None
     """Where LoRA adapters come from; None: there are none."""
+    num_swap_blocks: int = 0
+    """Blocks of host memory that the runner swaps to; 0: it does not."""
     traits: Traits = Traits()
     close: Callable[[], None] = lambda: None
     """Called once, when the engine has ended."""
@@ -136,6 +138,7 @@ def _load_backend(
         embedding=loaded.embedding,
         adapters=runner.adapters,
         close=runner.close,
+        num_swap_blocks=runner.num_swap_blocks,
         traits=Traits(
             max_num_seqs=runner.verdict.max_num_seqs,
             keeps_state=runner.verdict.keeps_state,

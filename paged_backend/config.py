@@ -13,6 +13,8 @@ from paged_backend.errors import ConfigError
 from paged_backend.fields import Checker, rejects_unknown_arguments
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
+ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "flashinfer", "torch", "cpu")
 QUANTIZATIONS = (None, "int8", "int4")
 _DTYPE_SPELLINGS = {"half": "float16", "float": "float32"}
 _UNITS = {
@@ -68,17 +70,22 @@ class EngineConfig:
     """`auto` (the checkpoint's; float32 where a CPU has no bfloat16 arithmetic), `float32`, `bfloat16`, `float16`; also
     `float`, `half` or a torch.dtype."""
     device: str = "auto"
-    """`auto`, `cpu` or `cuda`, as torch spells it."""
+    """`auto`, `cpu`, `cuda` or `mps` (correct, but slow), as torch spells it."""
     max_model_len: int | None = None
     """Most tokens of a prompt and its output together; None: the model's own limit."""
     kv_cache_memory: int | str | None = None
     """Memory for keys and values, in bytes or as `"2GiB"`, in each rank; None: a share of what is free."""
     gpu_memory_utilization: float = 0.9
-    """The share of the device memory that is free when the model is loaded that the KV cache may take when
-    `kv_cache_memory` is None. On a CPU, where the memory is everybody's, a third of this share, and 4 GiB at most."""
+    """The share of the device memory that is free when the model is loaded that the engine may take when
+    `kv_cache_memory` is None: what the largest step takes is measured, and the KV cache gets the rest. On a CPU, where
+    the memory is everybody's, the cache gets a third of this share, and 4 GiB at most."""
     kv_cache_dtype: str = "auto"
     """`auto`: keys and values in the model's dtype; `int8`: as integers with a scale per token and head, so that about
-    twice as many tokens of a 16-bit model fit and long contexts are read faster; on a CPU alone."""
+    twice as many tokens of a 16-bit model fit and long contexts are read faster; on GPUs also `fp8_e4m3`, or `fp8`, and
+    `fp8_e5m2`: as floats of 8 bits, with scales too."""
+    attention_backend: str = "auto"
+    """Whose kernels attend: `auto` (the first of these that suits model and device), `triton`, `flashinfer` or
+    `flash_attn` on GPUs, `cpu`, or `torch`: plain and slow, on all devices."""
     block_size: int = 16
     """Tokens per block, 1 to 256."""
     num_gpu_blocks_override: int | None = None
@@ -99,7 +106,7 @@ class EngineConfig:
     seed: int | None = 0
     """Where requests without a seed draw theirs from; None: anew in each process."""
     enforce_eager: bool = False
-    """Makes no difference yet, since nothing is compiled or captured into graphs."""
+    """Launch every step's kernels one by one, rather than capture decode steps into CUDA graphs and replay these."""
     quantization: str | None = None
     """None: weights as the checkpoint has them; `int8`, `int4`: the linear layers' weights are rounded to 8 or 4 bits
     when they are loaded, on a CPU, and inputs to 8 bits: faster, in less memory, a little less exact. See
@@ -108,7 +115,8 @@ class EngineConfig:
     """Ranks that a model is cut into: each has its part of the weights and of each token's keys and values. Rank 0 is
     this process, the others are processes that it starts; on CUDA each has a device. See docs/tensor-parallelism.md."""
     swap_space: float = 0
-    """Not available yet; 0: preempted requests are recomputed."""
+    """GiB of host memory, in each rank, for the keys and values of preempted sequences, so that they need not be
+    computed again. With a CUDA device it is pinned. 0: preempted sequences are recomputed, as are those that do not fit."""
     enable_lora: bool = False
     """Take requests for LoRA adapters (`lora_request`)."""
     max_loras: int = 8
@@ -140,11 +148,13 @@ class EngineConfig:
         object.__setattr__(self, "dtype", _DTYPE_SPELLINGS.get(dtype, dtype))
         check.choice("dtype", DTYPES)
         check.choice("generation_config", ("auto", "none"))
-        check.choice("kv_cache_dtype", ("auto", "int8"))
+        check.choice("kv_cache_dtype", KV_CACHE_DTYPES)
+        check.choice("attention_backend", ATTENTION_BACKENDS)
         check.integer("max_model_len", 2, optional=True)
         check.number("gpu_memory_utilization", 0.0, 1.0, open_low=True)
         check.integer("block_size", 1, 256)
         check.integer("num_gpu_blocks_override", 2, optional=True)
+        check.number("swap_space", 0.0, math.inf)
         check.integer("max_num_seqs", 1)
         check.integer("max_num_batched_tokens", 1)
         check.integer("max_num_queued_reqs", 1, optional=True)
@@ -162,8 +172,6 @@ class EngineConfig:
         check.integer("tensor_parallel_size", 1)
         if self.tensor_parallel_size > 1:
             self._check_sharding()
-        if self.swap_space != 0:
-            raise ConfigError(f"swap_space={self.swap_space!r} is not available yet; leave it at 0")
 
     def _check_sharding(self) -> None:
         for name, default in (("quantization", None), ("enable_lora", False)):

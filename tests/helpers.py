@@ -17,7 +17,7 @@ from paged_backend.engine.engine import Engine, EngineOutput
 from paged_backend.engine.kv_cache_manager import KVCacheManager
 from paged_backend.engine.output_processor import OutputProcessor, RawLogprobs, TextDecoder
 from paged_backend.engine.request import Request
-from paged_backend.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
+from paged_backend.engine.scheduler import OutOfDeviceMemoryError, ScheduledSequence, Scheduler, SchedulerOutput
 from paged_backend.engine.speculation import Speculator
 
 VOCAB_SIZE = 1000
@@ -40,26 +40,41 @@ class FakeRunner:
     Its logits row for a token is the context up to and with that token, as read from the slots.
     """
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, vocab_size: int = VOCAB_SIZE) -> None:
+    def __init__(
+        self, *, num_blocks: int = 64, block_size: int = 4, vocab_size: int = VOCAB_SIZE, num_swap_blocks: int = 0
+    ) -> None:
         self.vocab_size = vocab_size
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.swapped: list[list[int | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
         self.num_steps = 0
+        self.num_tokens = 0
+        """Computed in all steps that did not fail."""
         self.on_step: Callable[[SchedulerOutput], object] = lambda output: None
         """Called in each step once its slots are written, as if it were the model: it may raise, or wait."""
 
     def execute(self, output: SchedulerOutput) -> list[list[int]]:
         self.num_steps += 1
+        for source, target in output.swaps.outs:
+            self.swapped[target] = list(self.slots[source])
         copied = [list(self.slots[copy.source]) for copy in output.copies]
         for copy, content in zip(output.copies, copied, strict=True):
             self.slots[copy.target] = content
+        for source, target in output.swaps.ins:
+            self.slots[target] = list(self.swapped[source])
         try:
             self.on_step(output)
-        except BaseException:
+        except BaseException as error:
             for item in output.scheduled:
                 self._store(item, lambda token_id: None)  # garbage: the model did not get to the end
+            for copy in (*output.copies, *output.swaps.ins):
+                self.slots[copy.target] = [None] * self.block_size
+            if not isinstance(error, OutOfDeviceMemoryError):
+                for _, target in output.swaps.outs:
+                    self.swapped[target] = [None] * self.block_size
             raise
+        self.num_tokens += output.num_tokens
         for item in output.scheduled:
             self._store(item, lambda token_id: token_id)
         return [row for item in output.scheduled for row in self._rows_of(item)]
@@ -143,8 +158,10 @@ def make_request(prompt: Iterable[int] = range(1, 6), request_id: str | None = N
     )
 
 
-def make_manager(*, num_blocks: int = 64, block_size: int = 4, enable_prefix_caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching)
+def make_manager(
+    *, num_blocks: int = 64, block_size: int = 4, enable_prefix_caching: bool = True, **options: Any
+) -> KVCacheManager:
+    return KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, **options)
 
 
 def make_scheduler(
@@ -156,9 +173,12 @@ def make_scheduler(
     max_model_len: int = 256,
     enable_prefix_caching: bool = True,
     speculation: SpeculativeConfig | None = None,
+    **of_manager: Any,
 ) -> Scheduler:
     return Scheduler(
-        make_manager(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching),
+        make_manager(
+            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching, **of_manager
+        ),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -172,7 +192,11 @@ class EngineUnderTest:
     def __init__(self, decoder: TextDecoder | None = None, **options: Any) -> None:
         self.scheduler = make_scheduler(**options)
         manager = self.scheduler.kv_cache_manager
-        self.runner = FakeRunner(num_blocks=manager.pool.num_blocks, block_size=manager.block_size)
+        self.runner = FakeRunner(
+            num_blocks=manager.pool.num_blocks,
+            block_size=manager.block_size,
+            num_swap_blocks=manager.swap_pool.num_blocks,
+        )
         self.engine = Engine(self.runner, FakeSampler(), self.scheduler, OutputProcessor(decoder))
         self.news: dict[str, list[CompletionOutput | Exception]] = {}
         self.requests: dict[str, Request] = {}
@@ -194,6 +218,19 @@ class EngineUnderTest:
             raise StepFailure("on purpose")
 
         self.runner.on_step, on_step = fail, self.runner.on_step
+        try:
+            self.step()
+        finally:
+            self.runner.on_step = on_step
+
+    def step_without_memory(self, num_tokens: int) -> None:
+        """A step that finds memory for so many tokens only."""
+
+        def run_out(output: SchedulerOutput) -> None:
+            if output.num_tokens > num_tokens:
+                raise OutOfDeviceMemoryError("on purpose")
+
+        self.runner.on_step, on_step = run_out, self.runner.on_step
         try:
             self.step()
         finally:
@@ -298,9 +335,14 @@ def joined(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
 
 
 def check_blocks(scheduler: Scheduler) -> None:
-    """Every block is held exactly as often as it is in a running sequence's table, and everything else is free."""
-    pool = scheduler.kv_cache_manager.pool
-    holders = Counter(block for sequence in scheduler.running for block in sequence.block_table)
+    """Every block is held exactly as often as it is in a running sequence's table, and everything else is free; host
+    memory is held by who waits."""
+    pool, swap_pool = scheduler.kv_cache_manager.pool, scheduler.kv_cache_manager.swap_pool
+    holders = Counter(block for sequence in scheduler.running for block in sequence.held_blocks)
+    assert not any(sequence.swapped for sequence in scheduler.running)
+    swapped = [block for one in scheduler.waiting if one.swapped is not None for block in one.swapped.blocks]
+    assert all(swap_pool.ref_count(block) == 1 for block in swapped) and len(set(swapped)) == len(swapped)
+    assert swap_pool.num_used >= len(swapped), "beams that were set aside have some too"
     assert not any(sequence.block_table for sequence in scheduler.waiting)
     assert {block: pool.ref_count(block) for block in range(pool.num_blocks) if pool.ref_count(block)} == holders
     assert pool.num_used == len(holders)
@@ -308,8 +350,9 @@ def check_blocks(scheduler: Scheduler) -> None:
 
 
 def is_idle(stats: EngineStats) -> bool:
-    """Nothing runs, nothing waits, and every block is free."""
-    return (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
+    """Nothing runs, nothing waits, and every block is free, also in host memory."""
+    num_free = (stats.num_free_blocks, stats.num_free_swap_blocks)
+    return (stats.num_running, stats.num_waiting, *num_free) == (0, 0, stats.num_blocks, stats.num_swap_blocks)
 
 
 def num_ended(stats: EngineStats) -> int:

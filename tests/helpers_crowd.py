@@ -44,6 +44,10 @@ class CrowdedMachine(RuleBasedStateMachine):
     def step_that_fails(self) -> None:
         self.engine.failing_step()
 
+    @rule(num_tokens=st.integers(1, 6))
+    def step_that_runs_out_of_memory(self, num_tokens: int) -> None:
+        self.engine.step_without_memory(num_tokens)
+
     @rule(request_id=consumes(requests))
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)

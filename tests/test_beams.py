@@ -86,6 +86,7 @@ class CrowdedBeams(CrowdedMachine):
         max_num_batched_tokens=st.integers(1, 24),
         max_num_seqs=st.integers(1, 6),
         enable_prefix_caching=st.sampled_from([True, True, False]),
+        num_swap_blocks=st.sampled_from([0, 4, 100]),
     )
     def make(self, room: tuple[int, int], **options: Any) -> None:
         num_blocks, block_size = room

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from helpers_models import VOCAB_SIZE, make_model
 from paged_backend import LLM, BeamSearchParams, ConfigError, EngineConfig, SamplingParams
-from paged_backend.model.kv_cache import storage_dtype
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 CROWDED: dict[str, dict[str, Any]] = {
@@ -78,7 +78,21 @@ def test_nearly_twice_as_many_tokens_fit_as_in_16_bits() -> None:
 
 
 def test_what_it_cannot_be_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8'.*int8"):
-        EngineConfig(kv_cache_dtype="fp8")
-    with pytest.raises(ConfigError, match="kv_cache_dtype='int8' is not available on cuda"):
-        storage_dtype(EngineConfig(kv_cache_dtype="int8"), torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp4'.*int8.*fp8"):
+        EngineConfig(kv_cache_dtype="fp4")
+    with pytest.raises(ConfigError, match="float8_e4m3fn keys and values: 'cpu' lacks: float8 caches; use 'int8'"):
+        make_llm(kv_cache_dtype="fp8", device="cpu")
+    with pytest.raises(ConfigError, match="kv_cache_dtype='int8' is not available for BloomForCausalLM"):
+        LLM(AutoModelForCausalLM.from_config(BloomConfig(vocab_size=64, hidden_size=32)).eval(), kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+def test_floats_of_8_bits_work_where_kernels_take_them(kv_cache_dtype: str) -> None:
+    (head,) = prompts(21, seed=1)
+    work = [*prompts(5, 17), [*head, 1], [*head, 2, 3]]
+    options = {"attention_backend": "torch", "kv_cache_dtype": kv_cache_dtype}
+    with make_llm(**options) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(work, GREEDY)]
+    with make_llm(num_gpu_blocks_override=15, swap_space=0.01, **options) as llm:
+        assert [output.outputs[0].token_ids for output in llm.generate(work, GREEDY.replace(n=1))] == expected
+        assert llm.stats().num_swaps > 0

@@ -46,13 +46,14 @@ ENGINE_OPTIONS: Mapping[str, _Option] = {
     "tokenizer": _Option(str, "Folder or hub id of another tokenizer than the model's own."),
     "dtype": _Option(str, "auto, float32, bfloat16 or float16."),
     "quantization": _Option(str, "int8 or int4: round the weights of linear layers when they are loaded, on a CPU."),
-    "device": _Option(str, "auto, cpu or cuda."),
+    "device": _Option(str, "auto, cpu, cuda or mps."),
     "max_model_len": _Option(int, "Most tokens of a prompt and its output together."),
     "kv_cache_memory": _Option(str, "Memory of the KV cache, as 2GiB or in bytes."),
-    "kv_cache_dtype": _Option(str, "auto: the model's dtype; int8: half the memory, on a CPU."),
+    "kv_cache_dtype": _Option(str, "auto: the model's dtype; int8: half the memory; on GPUs also fp8."),
+    "attention_backend": _Option(str, "Whose kernels attend: auto, triton, flashinfer, flash_attn, cpu or torch."),
     "gpu_memory_utilization": _Option(float, "Share of the free memory for the KV cache, if its memory is not given."),
     "block_size": _Option(int, "Tokens per block."),
-    "swap_space": _Option(float, "GiB of memory for preempted requests; only 0 yet: they are recomputed."),
+    "swap_space": _Option(float, "GiB of host memory for preempted requests; 0: they are recomputed."),
     "tensor_parallel_size": _Option(int, "Ranks, processes with a device each, that a model is cut into."),
     "num_gpu_blocks_override": _Option(int, "Number of blocks, whatever the memory."),
     "enable_prefix_caching": _Option(
@@ -67,6 +68,7 @@ ENGINE_OPTIONS: Mapping[str, _Option] = {
     "speculative_config": _Option(
         dict, 'Guess coming tokens and check them at once, as \'{"method": "ngram"}\'.', parser=_mapping
     ),
+    "enforce_eager": _Option(bool, "Capture no CUDA graphs.", ("--enforce-eager/--no-enforce-eager",)),
     "enable_lora": _Option(bool, "Take requests for LoRA adapters.", ("--enable-lora/--no-enable-lora",)),
     "max_loras": _Option(int, "Most different LoRA adapters in one step."),
     "max_lora_rank": _Option(int, "Largest rank of a LoRA adapter."),

@@ -13,7 +13,7 @@ from paged_backend.engine.kv_map import KVMap, kv_map
 from paged_backend.engine.metrics import EngineMetrics, EngineStats
 from paged_backend.engine.output_processor import OutputProcessor, RawLogprobs, SampledToken
 from paged_backend.engine.request import FinishReason, Request, Sequence, Status
-from paged_backend.engine.scheduler import SampledSequence, Scheduler, SchedulerOutput
+from paged_backend.engine.scheduler import OutOfDeviceMemoryError, SampledSequence, Scheduler, SchedulerOutput
 from paged_backend.errors import EngineDeadError, EngineError, RequestTimeoutError
 from paged_backend.outputs import CompletionOutput
 
@@ -24,7 +24,10 @@ class Runner(Protocol):
     """Runs the model on what was scheduled."""
 
     def execute(self, output: SchedulerOutput) -> Any:
-        """Logits [R, V]: for each scheduled sequence in order, those of its last `num_logits` tokens."""
+        """Logits [R, V]: for each scheduled sequence in order, those of its last `num_logits` tokens.
+
+        Raises OutOfDeviceMemoryError, after the swaps to host memory, if fewer tokens may be computed for want of
+        memory."""
         ...
 
     def rows(self, logits: Any, rows: list[int]) -> Any:
@@ -58,9 +61,10 @@ class EngineOutput(NamedTuple):
 class Engine:
     """Owns the requests from their admission to their end; used by one thread.
 
-    An error in a step ends the requests in that step; an error with one request's text, or in its own logits
-    processors, ends that request. Either way their blocks are free again and the engine goes on. A runner that
-    cannot go on raises EngineDeadError, which is passed on.
+    A step for which the device has no memory is scheduled anew, with half as many tokens. Any other error in a step
+    ends the requests in that step; an error with one request's text, or in its own logits processors, ends that
+    request. Either way their blocks are free again and the engine goes on. A runner that cannot go on raises
+    EngineDeadError, which is passed on.
     """
 
     def __init__(
@@ -114,7 +118,9 @@ class Engine:
         scheduled = self._scheduler.schedule()
         assert scheduled.scheduled, "sequences wait, but none of them could be scheduled"
         try:
-            logits = self._runner.execute(scheduled)
+            logits = self._execute(scheduled)
+            if logits is None:
+                return outputs
             self._collect_prompt_logprobs(scheduled, logits)
             advanced = self._scheduler.advance(scheduled)
             sampled, beams = list[SampledSequence](), list[SampledSequence]()
@@ -142,13 +148,28 @@ class Engine:
         return [output for request in list(self._requests.values()) for output in self._fail(request, error)]
 
     def reset_prefix_cache(self) -> None:
-        self._scheduler.kv_cache_manager.forget_prefixes(self._scheduler.running)
+        sequences = (sequence for request in self._requests.values() for sequence in request.sequences)
+        self._scheduler.kv_cache_manager.forget_prefixes(self._scheduler.running, sequences)
 
     def stats(self) -> EngineStats:
         return self._metrics.stats(self._scheduler)
 
     def kv_map(self, max_cells: int) -> KVMap:
         return kv_map(self._scheduler, self.stats(), max_cells)
+
+    def _execute(self, scheduled: SchedulerOutput) -> Any:
+        """The step's logits; None if it is to be scheduled anew, with fewer tokens."""
+        try:
+            return self._runner.execute(scheduled)
+        except OutOfDeviceMemoryError as error:
+            num_tokens = scheduled.num_tokens
+            if not self._scheduler.retry_with_less(scheduled):
+                raise EngineError(
+                    f"the device has no memory left even for a step of {num_tokens} token ({error}); lower "
+                    "kv_cache_memory or gpu_memory_utilization, or free memory that others have taken on it"
+                ) from error
+            logger.warning("no memory for a step of %d tokens, trying again with half of them: %s", num_tokens, error)
+            return None
 
     def _expire(self) -> list[EngineOutput]:
         now = time.monotonic()
@@ -256,6 +277,8 @@ class Engine:
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineOutput]:
         self._scheduler.kv_cache_manager.unpublish_step()
+        for sequence in scheduled.preempted:  # whose way to host memory may have failed
+            self._scheduler.kv_cache_manager.forget_swapped(sequence)
         requests = {sequence.request.request_id: sequence.request for sequence, _, _ in scheduled.scheduled}
         failures = ((request, engine_error("the step failed with", error)) for request in requests.values())
         return [output for request, failure in failures for output in self._fail(request, failure)]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from paged_backend.engine.block_pool import BlockKey, BlockPool, CachedBlock
-from paged_backend.engine.request import Sequence
+from paged_backend.engine.request import Sequence, SwappedBlocks
 
 _ALL = sys.maxsize
 """As if all blocks that there will ever be were published."""
@@ -21,6 +21,26 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+class Swaps(NamedTuple):
+    """Copies between the KV cache and host memory that belong to a step, before all else that it does."""
+
+    outs: list[BlockCopy]
+    """To host memory: their sources may be written in the same step."""
+    ins: list[BlockCopy]
+    """From host memory."""
+
+
+class _Publication(NamedTuple):
+    """A block that a step was scheduled to fill, and whose it is."""
+
+    block: int
+    sequence: Sequence
+    place: int
+    """In the sequence's table."""
+    prefix_id: int | None
+    """What is before the block."""
+
+
 class KVCacheManager:
     """Keeps every sequence's block table.
 
@@ -31,54 +51,87 @@ class KVCacheManager:
 
     With a `window`, a token looks at that many only, itself included, in every layer. Blocks behind the windows of all
     tokens to come are given back; the table keeps their ids, which nobody reads.
+
+    With `num_swap_blocks` blocks of host memory, a preempted sequence has its computed tokens there until the step that
+    it is admitted in again is computed; if they do not fit, they are computed again.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, window: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        window: int | None = None,
+        num_swap_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self._window = window
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
+        self.swap_pool = BlockPool(num_swap_blocks)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        self._published_in_step: list[int] = []
+        self.num_swaps = 0
+        """Preempted sequences that went to host memory."""
+        self._published_in_step: list[_Publication] = []
+        self._swaps = Swaps([], [])
+        self._returned: list[Sequence] = []
+        """Those whose blocks come from host memory in this step."""
 
     @property
     def num_slots(self) -> int:
         """How many tokens the whole cache holds."""
         return self.pool.num_blocks * self.block_size
 
-    def begin_step(self) -> None:
+    def begin_step(self) -> Swaps:
+        """Returns what will hold the step's swaps, once all of it is scheduled."""
         self._published_in_step.clear()
+        self._returned.clear()
+        self._swaps = Swaps([], [])
+        return self._swaps
+
+    def end_step(self) -> None:
+        """The step is computed: what came from host memory is not needed there any more."""
+        for sequence in self._returned:
+            self.forget_swapped(sequence)
+        self._returned.clear()
 
     def unpublish_step(self) -> None:
-        """The step failed: nobody may find the blocks it was to fill."""
-        for block in self._published_in_step:
+        """The step failed: nobody may find the blocks it was to fill, and nobody has published them."""
+        for block, sequence, place, prefix_id in reversed(self._published_in_step):
             self.pool.unpublish(block)
+            sequence.num_published_blocks, sequence.prefix_id = place, prefix_id
         self._published_in_step.clear()
 
     def admit(self, sequence: Sequence) -> bool:
         """Give a sequence without blocks a table for all its tokens; False, and nothing changed, if they do not fit.
 
-        Blocks of a known prefix are shared and count as computed.
+        Blocks of a known prefix are shared and count as computed; what else it has in host memory comes back.
         """
         assert not sequence.block_table
         hits = self._match_prefix(sequence)
-        num_new = -(-sequence.num_tokens // self.block_size) - len(hits)
+        swapped = sequence.swapped
+        num_dropped = 0
+        if swapped is not None and len(hits) < swapped.num_dropped_blocks:
+            hits, num_dropped = [], swapped.num_dropped_blocks
+        num_new = -(-sequence.num_tokens // self.block_size) - num_dropped - len(hits)
         num_free_hits = sum(self.pool.ref_count(hit.block) == 0 for hit in hits)
         if num_new > self.pool.num_free - num_free_hits:
             return False
         for hit in hits:
             self.pool.share(hit.block)
-        sequence.block_table = array("i", [hit.block for hit in hits])
+        sequence.block_table = array("i", [0] * num_dropped + [hit.block for hit in hits])
         sequence.block_table.extend(self.pool.allocate() for _ in range(num_new))
+        sequence.num_dropped_blocks = num_dropped
         sequence.num_computed_tokens = len(hits) * self.block_size
         sequence.num_published_blocks = len(hits)
         sequence.prefix_id = hits[-1].prefix_id if hits else None
         if self._num_findable(sequence):
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed_tokens
+        if swapped is not None:
+            self._swap_in(sequence, swapped, num_dropped + len(hits))
         return True
 
     def allocate_slots(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
@@ -132,16 +185,18 @@ class KVCacheManager:
             return
         for index in range(sequence.num_published_blocks, num_tokens // self.block_size):
             block = sequence.block_table[index]
+            self._published_in_step.append(_Publication(block, sequence, index, sequence.prefix_id))
             sequence.prefix_id = self.pool.publish(block, self._key(sequence, index, sequence.prefix_id))
             sequence.num_published_blocks = index + 1
-            self._published_in_step.append(block)
 
-    def forget_prefixes(self, running: Iterable[Sequence]) -> None:
-        """Empty the prefix cache, also of what these sequences have computed: it may have changed what they compute, so
-        that they share nothing from now on, unless they are preempted and begin anew."""
+    def forget_prefixes(self, running: Iterable[Sequence], unfinished: Iterable[Sequence] = ()) -> None:
+        """Empty the prefix cache, also of what running sequences have computed: it may have changed what they compute,
+        so that they share nothing from now on, unless they are preempted and begin anew, as those will that are now."""
         self.pool.forget_all()
         for sequence in running:
             sequence.num_published_blocks = _ALL
+        for sequence in unfinished:
+            self.forget_swapped(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares all of the parent's blocks; whoever writes to a shared one first gets a copy."""
@@ -154,13 +209,55 @@ class KVCacheManager:
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_published_blocks, child.prefix_id = parent.num_published_blocks, parent.prefix_id
 
+    def preempt(self, sequence: Sequence) -> None:
+        """Take the sequence's blocks; what it has computed goes to host memory, if there is room."""
+        first, num_computed = sequence.num_dropped_blocks, sequence.num_computed_tokens
+        sources = sequence.block_table[first : -(-num_computed // self.block_size)]
+        swapped: SwappedBlocks | None = None
+        if 0 < len(sources) <= self.swap_pool.num_free and sequence.num_published_blocks != _ALL:
+            swapped = SwappedBlocks(
+                blocks=array("i", [self.swap_pool.allocate() for _ in sources]),
+                num_dropped_blocks=first,
+                num_computed_tokens=num_computed,
+                num_published_blocks=sequence.num_published_blocks,
+                prefix_id=sequence.prefix_id,
+            )
+            self._swaps.outs.extend(map(BlockCopy, sources, swapped.blocks))
+            self.num_swaps += 1
+        self.free(sequence)
+        sequence.swapped = swapped
+
+    def forget_swapped(self, sequence: Sequence) -> None:
+        """It has nothing in host memory any more."""
+        if sequence.swapped is not None:
+            self.swap_pool.release(sequence.swapped.blocks)
+            sequence.swapped = None
+
     def free(self, sequence: Sequence) -> None:
-        """Take the sequence's blocks; last block first, so that the start of a shared prefix outlives its end."""
+        """Take the sequence's blocks, those in host memory too."""
+        self.withdraw(sequence)
+        self.forget_swapped(sequence)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take the blocks that the sequence was admitted with, last block first, so that the start of a shared prefix
+        outlives its end; what it has in host memory stays."""
         self.pool.release(reversed(sequence.held_blocks))
         sequence.block_table = array("i")
         sequence.model_state = None
         sequence.num_computed_tokens = sequence.num_published_blocks = 0
         sequence.num_dropped_blocks = sequence.block_end = 0
+
+    def _swap_in(self, sequence: Sequence, swapped: SwappedBlocks, first: int) -> None:
+        """Let it go on after the tokens that were computed; its blocks before `first` have them already."""
+        self._returned.append(sequence)
+        if swapped.num_computed_tokens <= sequence.num_computed_tokens:
+            return
+        skipped = first - swapped.num_dropped_blocks
+        targets = sequence.block_table[first:]
+        self._swaps.ins.extend(map(BlockCopy, swapped.blocks[skipped:], targets))  # which are as many or more
+        sequence.num_computed_tokens = swapped.num_computed_tokens
+        if sequence.num_dropped_blocks:
+            sequence.num_published_blocks, sequence.prefix_id = swapped.num_published_blocks, swapped.prefix_id
 
     def _drop_blocks_behind(self, sequence: Sequence, position: int) -> None:
         """Nobody will look at the sequence's tokens before this position."""

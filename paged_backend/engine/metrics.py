@@ -33,6 +33,11 @@ class EngineStats:
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
+    """Preemptions after which nothing had to be computed again; see `swap_space`."""
+    num_swap_blocks: int = 0
+    """Blocks of host memory."""
+    num_free_swap_blocks: int = 0
     num_draft_tokens: int = 0
     """Guesses at coming tokens that steps have checked; see `speculative_config`."""
     num_accepted_tokens: int = 0
@@ -106,6 +111,9 @@ class EngineMetrics:
             num_prefix_queried_tokens=manager.num_queried_tokens,
             num_prefix_hit_tokens=manager.num_hit_tokens,
             num_preemptions=scheduler.num_preemptions,
+            num_swaps=manager.num_swaps,
+            num_swap_blocks=manager.swap_pool.num_blocks,
+            num_free_swap_blocks=manager.swap_pool.num_free,
             num_draft_tokens=scheduler.num_draft_tokens,
             num_accepted_tokens=scheduler.num_accepted_tokens,
             largest_batch=self._largest_batch,

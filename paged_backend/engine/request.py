@@ -20,7 +20,7 @@ class Status(enum.Enum):
     """Where a sequence is in its life."""
 
     WAITING = enum.auto()
-    """Holds no blocks; preempted sequences are back here."""
+    """Holds no blocks, but for those in host memory; preempted sequences are back here."""
     RUNNING = enum.auto()
     FINISHED = enum.auto()
 
@@ -158,6 +158,18 @@ class Request:
         return 0 if self.pooling is not None and self.pooling.needs_every_token else self.first_logits
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedBlocks:
+    """What a preempted sequence had computed, in blocks of host memory, and what was known of it."""
+
+    blocks: array[int]
+    """The host's, of its table from `num_dropped_blocks` on, as far as its tokens were computed."""
+    num_dropped_blocks: int
+    num_computed_tokens: int
+    num_published_blocks: int
+    prefix_id: int | None
+
+
 class Sequence:
     """One sample or beam of a request: its tokens, and how far their keys and values are computed.
 
@@ -189,6 +201,7 @@ class Sequence:
         "seed",
         "status",
         "stop_reason",
+        "swapped",
         "token_ids",
     )
 
@@ -209,6 +222,8 @@ class Sequence:
         """While its tokens end before this position, they go into a block of its own, and do not fill it: they need
         nothing of the KV-cache manager, who says so. 0: ask."""
         self.num_published_blocks = 0
+        self.swapped: SwappedBlocks | None = None
+        """While it waits: what it has in host memory, so that it need not be computed again."""
         self.prefix_id: int | None = None
         """What the KV-cache manager knows the published blocks of this sequence by."""
         self.draft_token_ids: list[int] = []

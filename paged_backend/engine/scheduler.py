@@ -9,12 +9,18 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from paged_backend.engine.kv_cache_manager import BlockCopy, KVCacheManager
+from paged_backend.engine.kv_cache_manager import BlockCopy, KVCacheManager, Swaps
 from paged_backend.engine.request import FinishReason, Request, Sequence, Status
 from paged_backend.engine.speculation import Speculator
+from paged_backend.engine.step_budget import StepBudget
 from paged_backend.engine.stopping import num_left_of, stop_after
 
 _order = operator.attrgetter("order")
+
+
+class OutOfDeviceMemoryError(Exception):
+    """A runner's device has no memory for a step. The step's swaps to host memory were made, and no sequence's state
+    is of any use."""
 
 
 class ScheduledSequence(NamedTuple):
@@ -36,10 +42,15 @@ class ScheduledSequence(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class SchedulerOutput:
-    """One step's work. The runner makes the copies, then computes the sequences in this order."""
+    """One step's work. The runner makes the swaps to host memory, the copies and the swaps from host memory, then
+    computes the sequences in this order."""
 
     scheduled: list[ScheduledSequence] = dataclasses.field(default_factory=list)
     copies: list[BlockCopy] = dataclasses.field(default_factory=list)
+    swaps: Swaps = dataclasses.field(default_factory=lambda: Swaps([], []))
+    admitted: list[Sequence] = dataclasses.field(default_factory=list)
+    """Those of `scheduled` that waited before."""
+    preempted: list[Sequence] = dataclasses.field(default_factory=list)
     num_tokens: int = 0
     pools: bool = False
     """Whether one of them wants an embedding; those want no logits."""
@@ -58,8 +69,8 @@ class Scheduler:
     There is no prefill phase and no decode phase: each step hands out up to `max_num_batched_tokens` tokens, first to
     running sequences, then to waiting ones, until each sequence's computed tokens have caught up with its tokens. A
     waiting sequence is admitted only if all of its tokens fit. When blocks run out, the newest sequence of the lowest
-    priority is preempted: it gives its blocks back, keeps its tokens and waits to compute them again. The oldest one
-    of the highest priority always goes on.
+    priority is preempted: it gives its blocks back, keeps its tokens and waits to get what it had computed back from
+    host memory, or to compute it again. The oldest one of the highest priority always goes on.
 
     Parked beams compute nothing. They keep their blocks for the beams that will fork from them, unless the room is
     needed; those that had to make room are in neither list until `resume`.
@@ -83,7 +94,7 @@ class Scheduler:
     ) -> None:
         self.kv_cache_manager = kv_cache_manager
         self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.budget = StepBudget(max_num_batched_tokens)
         self.max_adapters = max_adapters
         """Most different LoRA adapters in one step."""
         self.max_len = min(max_model_len, kv_cache_manager.num_slots)
@@ -108,14 +119,13 @@ class Scheduler:
         bisect.insort(self.waiting, request.sequences[0], key=_order)
 
     def schedule(self) -> SchedulerOutput:
-        self.kv_cache_manager.begin_step()
-        output = SchedulerOutput()
+        output = SchedulerOutput(swaps=self.kv_cache_manager.begin_step())
         num_preempted = self._schedule_running(output)
         if not num_preempted:
             self._schedule_waiting(output)
         while not output.scheduled and self.running:
             # All who run are parked, and the first one who waits has no room beside them.
-            self._preempt(self.running.pop())
+            self._preempt(self.running.pop(), output)
             self._schedule_waiting(output)
         if self._speculator is not None and not num_preempted:
             self._schedule_drafts(output, self._speculator)
@@ -124,7 +134,8 @@ class Scheduler:
     def _schedule_running(self, output: SchedulerOutput) -> int:
         """Give running sequences their tokens, oldest first; returns how many of the newest had to make room."""
         num_preempted = index = 0
-        while index < len(self.running) and output.num_tokens < self.max_num_batched_tokens:
+        most = self.budget.num_tokens
+        while index < len(self.running) and output.num_tokens < most:
             if len(output.scheduled) == self.max_num_seqs:  # beams that were parked when others were admitted
                 break
             sequence = self.running[index]
@@ -133,13 +144,13 @@ class Scheduler:
                 continue
             num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
             if num_tokens > 1:
-                num_tokens = min(num_tokens, self.max_num_batched_tokens - output.num_tokens)
+                num_tokens = min(num_tokens, most - output.num_tokens)
             end = sequence.num_computed_tokens + num_tokens
             if end >= sequence.block_end:
                 copies = self.kv_cache_manager.allocate_slots(sequence, num_tokens)
                 if copies is None:
                     # The last one in the list is never one that this step has scheduled already.
-                    self._preempt(self.running.pop())
+                    self._preempt(self.running.pop(), output)
                     num_preempted += 1
                     continue
                 output.copies += copies
@@ -150,12 +161,13 @@ class Scheduler:
 
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
         while self.waiting and self._has_place():
-            budget = self.max_num_batched_tokens - output.num_tokens
+            budget = self.budget.num_tokens - output.num_tokens
             sequence = self.waiting[0]
             if budget == 0 or not self._adapter_fits(sequence) or not self.kv_cache_manager.admit(sequence):
                 return
             del self.waiting[0]
             self._admitted(sequence)
+            output.admitted.append(sequence)
             num_tokens = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
             end = sequence.num_computed_tokens + num_tokens
             self.kv_cache_manager.publish(sequence, end)
@@ -185,7 +197,7 @@ class Scheduler:
         sequences = [output.scheduled[index].sequence for index in decoding]
         limits = [num_left_of(sequence, self.max_len) - 1 for sequence in sequences]
         num_rows = output.num_tokens
-        for number, drafts in speculator.drafts(sequences, limits, num_rows, self.max_num_batched_tokens):
+        for number, drafts in speculator.drafts(sequences, limits, num_rows, self.budget.num_tokens):
             sequence = sequences[number]
             num_drafts = self.kv_cache_manager.allocate_drafts(sequence, 1, len(drafts))
             sequence.draft_token_ids = drafts[:num_drafts]
@@ -201,8 +213,9 @@ class Scheduler:
             metrics.first_scheduled_time = time.monotonic()
             sequence.num_cached_tokens = sequence.num_computed_tokens
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self.kv_cache_manager.free(sequence)
+    def _preempt(self, sequence: Sequence, output: SchedulerOutput) -> None:
+        self.kv_cache_manager.preempt(sequence)
+        output.preempted.append(sequence)
         self._wait_again(sequence)
         sequence.request.metrics.num_preemptions += 1
         self.num_preemptions += 1
@@ -224,6 +237,8 @@ class Scheduler:
 
         Requests that want several samples fork here, so that the prompt was computed once.
         """
+        self.kv_cache_manager.end_step()
+        self.budget.step_computed()
         sampled: list[SampledSequence] = []
         row = -1
         for sequence, num_tokens, num_logits in output.scheduled:
@@ -241,6 +256,34 @@ class Scheduler:
             else:
                 sampled.append(SampledSequence(sequence, row - num_drafts))
         return sampled
+
+    def retry_with_less(self, output: SchedulerOutput) -> bool:
+        """The device had no memory for the step: all is as if it had not been scheduled, and the next ones have fewer
+        tokens. False, and nothing changed, if this one had a single token.
+
+        Sequences whose computed tokens may have suffered wait to begin anew: those with a block that the step was to
+        copy, with a state of their own or with a sum over their tokens.
+        """
+        if output.num_tokens == 1:
+            return False
+        self.kv_cache_manager.unpublish_step()
+        self.budget.ran_out(output.num_tokens)
+        admitted, targets = set(output.admitted), {copy.target for copy in output.copies}
+        for sequence, _, _ in reversed(output.scheduled):
+            if sequence.draft_token_ids:
+                sequence.draft_token_ids = []
+                self.kv_cache_manager.trim(sequence)
+            sequence.block_end = 0
+            has_more = sequence.model_state is not None or sequence.request.pooling is not None
+            if has_more or not targets.isdisjoint(sequence.block_table):
+                self.kv_cache_manager.free(sequence)
+            elif sequence in admitted:
+                self.kv_cache_manager.withdraw(sequence)
+            else:
+                continue
+            self.running.remove(sequence)
+            self._wait_again(sequence)
+        return True
 
     def accept(self, sampled: list[SampledSequence]) -> list[SampledSequence]:
         """These have got a token: returns those of them whose guess it was, who draw the next one from the next row.

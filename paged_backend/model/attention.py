@@ -6,14 +6,16 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-import paged_kernels
 from paged_backend.errors import ModelError
+from paged_backend.model.attention_backends import AttentionBackend
 from paged_backend.model.latents import LatentShape, latent_shape
 from paged_kernels import reference
 
@@ -39,6 +41,7 @@ class LayerSpec(NamedTuple):
     """The layer whose keys and values this one attends to as well, so that it has none of its own."""
     latent: LatentShape | None = None
     """Keys and values are kept as latents: one head, keys of which the values are the first part."""
+    has_sinks: bool = False
 
     @property
     def is_stored(self) -> bool:
@@ -54,6 +57,31 @@ class LayerSpec(NamedTuple):
         }
 
 
+class BatchShape(NamedTuple):
+    """What kernels' launches may depend on."""
+
+    num_decodes: int
+    """How many of the first sequences compute one token each."""
+    max_query_len: int
+    """No sequence computes more tokens than this."""
+    max_seq_len: int
+    """No sequence has more tokens than this."""
+
+
+class HostBatch(NamedTuple):
+    """The arrays of AttentionMetadata, where no device has to be waited for."""
+
+    block_tables: npt.NDArray[np.int32]
+    query_start_loc: npt.NDArray[np.int32]
+    seq_lens: npt.NDArray[np.int32]
+
+    @property
+    def shape(self) -> BatchShape:
+        lengths = np.diff(self.query_start_loc)
+        num_decodes = len(lengths) if (lengths == 1).all() else int((lengths != 1).argmax())
+        return BatchShape(num_decodes, int(lengths.max()), int(self.seq_lens.max()))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Where the tokens of one step are. T tokens of S sequences, packed one sequence after the other."""
@@ -66,6 +94,17 @@ class AttentionMetadata:
     """[S + 1] int32: where each sequence's tokens begin in the pack."""
     seq_lens: Tensor
     """[S] int32: tokens of each sequence so far, those of this step included."""
+    shape: BatchShape
+    host: HostBatch | None = None
+    """None where a graph is captured, which knows no requests."""
+
+    @classmethod
+    def of(cls, slot_mapping: npt.NDArray[np.int64], host: HostBatch, device: torch.device) -> Self:
+        def on_device(array: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        tables, starts, lengths = map(on_device, host)
+        return cls(on_device(slot_mapping), tables, starts, lengths, host.shape, host)
 
 
 class AttentionLayers(Protocol):
@@ -122,8 +161,15 @@ class LayerRecorder:
 class PagedLayers:
     """Stores each layer's keys and values in the KV cache, then attends to them through the block tables."""
 
-    def __init__(self, specs: list[LayerSpec], kv_cache: list[LayerCache], metadata: AttentionMetadata) -> None:
+    def __init__(
+        self,
+        specs: list[LayerSpec],
+        kv_cache: list[LayerCache],
+        metadata: AttentionMetadata,
+        backend: AttentionBackend,
+    ) -> None:
         self.metadata = metadata
+        self._step = backend.step(metadata)
         self._layers = zip(specs, kv_cache, strict=True)
         self._latents: tuple[Tensor, Tensor] | None = None
 
@@ -150,21 +196,11 @@ class PagedLayers:
     def _attend(
         self, spec: LayerSpec, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        metadata = self.metadata
         if spec.is_stored:
             if cache.key_scales is None:  # some models compute rotary positions, and so keys, in float32
                 key, value = key.to(cache.keys.dtype), value.to(cache.values.dtype)
-            paged_kernels.store_kv(key, value, cache.keys, cache.values, metadata.slot_mapping, **cache.scales)
-        return paged_kernels.paged_attention(
-            query,
-            cache.keys,
-            cache.values,
-            metadata.block_tables,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            **spec.kernel_options(sinks),
-            **cache.scales,
-        )
+            self._step.store(cache, key, value)
+        return self._step.attend(spec, cache, query, sinks)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -216,6 +252,7 @@ def _layer_spec(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, op
         window=window,
         chunk=chunk,
         softcap=options.get("softcap"),
+        has_sinks=_sinks(options) is not None,
     )
 
 

@@ -25,6 +25,10 @@ from paged_kernels.stack import AttentionOfLayer, LayerStack, LayerWeights, Matr
 
 _CLASSES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 _LINEARS = ("_proj", "lm_head")
+_DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16),
+    "cuda": (torch.float32, torch.bfloat16, torch.float16),
+}
 Apply = Callable[[Tensor], Tensor]
 """A linear layer."""
 _MODULES = {
@@ -113,8 +117,7 @@ class FusedDecoder:
         """Whether the model is of a class, and its tensors are of a kind, that this code knows."""
         return (
             type(model) in _CLASSES
-            and model.device.type == "cpu"
-            and model.dtype in (torch.float32, torch.bfloat16)
+            and model.dtype in _DTYPES.get(model.device.type, ())
             and model.config.hidden_act in _ACTIVATIONS
             and all(
                 type(module) in (nn.Linear, PackedLinear)

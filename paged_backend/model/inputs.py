@@ -67,6 +67,19 @@ def step_inputs(scheduled: list[ScheduledSequence], block_size: int) -> StepInpu
     )
 
 
+def decodes_first(scheduled: list[ScheduledSequence]) -> tuple[list[ScheduledSequence], Ints64] | None:
+    """The sequences that compute one token before all others, and which of the rows of logits that they then have are
+    those that they have in the order given; None if they come first already."""
+    are_many = np.array([item.num_tokens != 1 for item in scheduled])
+    order = are_many.argsort(kind="stable")
+    if (np.diff(order) > 0).all():
+        return None
+    nums_logits = np.array([item.num_logits for item in scheduled], np.int64)
+    starts = np.empty_like(nums_logits)
+    starts[order] = nums_logits[order].cumsum() - nums_logits[order]
+    return [scheduled[index] for index in order], _ranges(starts, nums_logits)
+
+
 def _block_tables(scheduled: list[ScheduledSequence]) -> Ints32:
     """The sequences' tables [S, most blocks], padded with 0; their memory is joined, not read number by number."""
     tables = [item.sequence.block_table for item in scheduled]

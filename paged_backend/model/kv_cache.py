@@ -14,6 +14,14 @@ from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError
 
 _SCALE = torch.bfloat16
+_SCALED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+"""The types whose numbers have a scale per token and head."""
+_STORAGE = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 _CPU_SHARE = 1 / 3
 _CPU_MOST = 4 * 2**30
 _GIB = 2**30
@@ -40,7 +48,7 @@ class KVShape(Protocol):
 
 class LayerCache(NamedTuple):
     """Keys [blocks, K, block_size, D] and values [blocks, K, block_size, Dv] of a layer, and what they are multiples
-    of, [blocks, K, block_size] each, if they are integers."""
+    of, [blocks, K, block_size] each, if they have 8 bits."""
 
     keys: Tensor
     values: Tensor
@@ -56,30 +64,28 @@ class LayerCache(NamedTuple):
         """All sources are read before a target is written, since a target may be another copy's source."""
         for tensor in self:
             if tensor is not None:
-                tensor[targets] = tensor[sources]
+                same = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # float8 has few operations
+                same[targets] = same[sources]
 
 
-def storage_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What keys and values of a model that computes in `dtype` are stored as; ConfigError if it cannot be had."""
-    if config.kv_cache_dtype == "auto":
-        return dtype
-    if device.type != "cpu":
-        raise ConfigError(
-            f"kv_cache_dtype={config.kv_cache_dtype!r} is not available on {device} yet; use 'auto', or device='cpu'"
-        )
-    return torch.int8
+def storage_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values of a model that computes in `dtype` are stored as."""
+    return dtype if config.kv_cache_dtype == "auto" else _STORAGE[config.kv_cache_dtype]
 
 
 def block_bytes(specs: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
     stored = [spec for spec in specs if spec.is_stored]
     num_values = sum(spec.num_kv_heads * (spec.head_size + spec.value_head_size) for spec in stored)
-    num_scales = sum(2 * spec.num_kv_heads for spec in stored) if dtype == torch.int8 else 0
+    num_scales = sum(2 * spec.num_kv_heads for spec in stored) if dtype in _SCALED else 0
     return (num_values * dtype.itemsize + num_scales * _SCALE.itemsize) * block_size
 
 
-def num_blocks_for(config: EngineConfig, bytes_per_block: int, max_model_len: int, device: torch.device) -> int:
-    """How many blocks the cache gets: what the memory holds, but no more than the largest batch can use.
+def num_blocks_for(
+    config: EngineConfig, bytes_per_block: int, max_model_len: int, device: torch.device, *, step_bytes: int = 0
+) -> int:
+    """How many blocks the cache gets: what the memory holds beside the largest step, which takes `step_bytes`, but no
+    more than the largest batch can use.
 
     Raises ConfigError, with the numbers, if the machine lacks the memory asked for, or if it holds no sequence.
     """
@@ -89,18 +95,22 @@ def num_blocks_for(config: EngineConfig, bytes_per_block: int, max_model_len: in
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     else:
-        num_blocks = min(memory_for(config, device) // bytes_per_block, num_useful)
+        num_blocks = min(memory_for(config, device, step_bytes) // bytes_per_block, num_useful)
     num_caches = config.tensor_parallel_size if device.type == "cpu" else 1  # in the memory of this device
     needed = num_blocks * bytes_per_block * num_caches
-    if needed > available:
+    beside, way_out = "", ""
+    if step_bytes:
+        beside = f" beside the {step_bytes / _GIB:.2f} GiB that a step of {config.max_num_batched_tokens} tokens takes"
+        way_out = ", or max_num_batched_tokens or max_num_seqs"
+    if needed + step_bytes > available:
         raise ConfigError(
             f"kv_cache_memory={config.kv_cache_memory!r}: a KV cache of {needed / _GIB:.2f} GiB ({num_blocks} blocks) "
-            f"does not fit in the {available / _GIB:.2f} GiB that are free on {device}; lower it"
+            f"does not fit in the {available / _GIB:.2f} GiB that are free on {device}{beside}; lower it{way_out}"
         )
     if num_blocks < 2:
         raise ConfigError(
             f"kv_cache_memory={config.kv_cache_memory!r} holds {num_blocks} blocks of {config.block_size} tokens "
-            f"({bytes_per_block} bytes each); it must hold at least 2, which take {2 * bytes_per_block} bytes"
+            f"({bytes_per_block} bytes each){beside}; it must hold at least 2, which take {2 * bytes_per_block} bytes"
         )
     return num_blocks
 
@@ -114,7 +124,7 @@ def allocate(
         slots = (num_blocks, spec.num_kv_heads, block_size)
         sizes = (spec.head_size, spec.value_head_size)
         tensors = [torch.empty(*slots, size, dtype=dtype, device=device) for size in sizes]
-        scales = [torch.empty(slots, dtype=_SCALE, device=device) if dtype == torch.int8 else None for _ in sizes]
+        scales = [torch.empty(slots, dtype=_SCALE, device=device) if dtype in _SCALED else None for _ in sizes]
         return LayerCache(*tensors, *scales)
 
     layers: list[LayerCache] = []
@@ -130,6 +140,8 @@ def available_memory(device: torch.device | str = "auto") -> int:
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     return min(int(psutil.virtual_memory().available), *_cgroup_memory())
 
 
@@ -150,10 +162,10 @@ def _cgroup_memory() -> list[int]:
     return left
 
 
-def memory_for(config: EngineConfig, device: torch.device) -> int:
-    """Bytes that the cache may take: those asked for, or a share of what is free."""
+def memory_for(config: EngineConfig, device: torch.device, step_bytes: int = 0) -> int:
+    """Bytes that the cache may take: those asked for, or a share of what is free, less what the largest step takes."""
     if config.kv_cache_memory is not None:
         assert isinstance(config.kv_cache_memory, int)
         return config.kv_cache_memory
-    share = int(available_memory(device) * config.gpu_memory_utilization)
+    share = max(0, int(available_memory(device) * config.gpu_memory_utilization) - step_bytes)
     return share if device.type == "cuda" else min(int(share * _CPU_SHARE), _CPU_MOST) // config.tensor_parallel_size

@@ -299,11 +299,13 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is none that torch knows: use 'auto', 'cpu' or 'cuda'") from error
+        raise ConfigError(f"device={name!r} is none that torch knows: use 'auto', 'cpu', 'cuda' or 'mps'") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device={name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={name!r} is not supported: use 'auto', 'cpu' or 'cuda'")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError(f"device={name!r} is not there: torch sees no Apple GPU; use 'auto' or 'cpu'")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ConfigError(f"device={name!r} is not supported: use 'auto', 'cpu', 'cuda' or 'mps'")
     return device
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import gc
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,32 +17,38 @@ from transformers.utils import logging as transformers_logging
 
 import paged_kernels
 from paged_backend.config import EngineConfig
-from paged_backend.engine.scheduler import SchedulerOutput
+from paged_backend.engine.scheduler import OutOfDeviceMemoryError, SchedulerOutput
 from paged_backend.errors import ConfigError, ModelError
 from paged_backend.model import kv_cache
 from paged_backend.model.attention import (
     PAGED,
     AttentionLayers,
     AttentionMetadata,
+    BatchShape,
+    HostBatch,
     LayerRecorder,
     LayerSpec,
     PagedLayers,
     attention_layers,
 )
+from paged_backend.model.attention_backends import AttentionBackend, Needs, attention_backend
 from paged_backend.model.decoder import FusedDecoder
-from paged_backend.model.inputs import StepInputs, step_inputs
+from paged_backend.model.graphs import DecodeGraphs, DecodeInputs, cuda_capture
+from paged_backend.model.inputs import StepInputs, decodes_first, step_inputs
 from paged_backend.model.kv_cache import LayerCache
+from paged_backend.model.largest_step import largest_lengths, largest_step, sample_all
 from paged_backend.model.linear import speed_up_linears, unpack_projections
 from paged_backend.model.loader import LoadedModel
 from paged_backend.model.lora import AdapterStore, StepAdapters, adapted
 from paged_backend.model.mapped_files import compiler_given_back
-from paged_backend.model.memory import room_for
+from paged_backend.model.memory import DeviceMeter, is_out_of_memory, meter_of, room_for
 from paged_backend.model.model_call import ModelCall
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.ranks import Ranks
 from paged_backend.model.rope import freeze_frequencies
 from paged_backend.model.self_check import check_logits, probe_token_ids
 from paged_backend.model.shards import ArrivedLayers, arrived, least_of_all, run_whole
+from paged_backend.model.swap import HostBlocks
 from paged_backend.model.threads import thread_count
 from paged_backend.model.tiers.gathered import GatheredTier
 from paged_backend.model.tiers.grouped import GroupedRun
@@ -53,14 +61,17 @@ logger = logging.getLogger(__name__)
 
 
 _Tier = StatefulTier | GatheredTier | OwnCacheTier
+_Copies = Sequence[tuple[int, int]]
 
 
 class RankStep(NamedTuple):
     """A step as the other ranks get it."""
 
     inputs: StepInputs
-    copies: Sequence[tuple[int, int]]
+    copies: _Copies
     """Blocks whose contents are copied before anything else, and where to."""
+    swap_outs: _Copies
+    swap_ins: _Copies
     pooled_rows: list[int]
     """Where in the pack the tokens are whose hidden states rank 0 wants, and nobody else."""
 
@@ -110,6 +121,10 @@ class ModelRunner:
         self._decoder: FusedDecoder | None = None
         self._grouped: GroupedRun | None = None
         self._kv_cache: list[LayerCache] = []
+        self._attention: AttentionBackend | None = None
+        """None: the model's own code attends."""
+        self._graphs: DecodeGraphs | None = None
+        self._host_blocks: HostBlocks | None = None
         self.adapters: AdapterStore | None = None
         """Where LoRA adapters come from, if there are any."""
         self._step_adapters = StepAdapters(self._model.dtype, self.device)
@@ -120,16 +135,27 @@ class ModelRunner:
             with paged_kernels.telling_of_compilation(_tell_of_compilation), compiler_given_back():
                 _start_compiler(self._model)
                 self.verdict = self._choose_way(loaded, config)
+        if config.swap_space and not self.verdict.keeps_state:
+            self._host_blocks = HostBlocks(self._kv_cache, config.swap_space)
         if config.enable_lora:
             self._add_adapters(loaded, config)
         if loaded.ranks is not None:
             loaded.ranks.gather()
             self._ranks = loaded.ranks
 
+    @property
+    def num_swap_blocks(self) -> int:
+        return 0 if self._host_blocks is None else self._host_blocks.num_blocks
+
     def close(self) -> None:
-        """End the other ranks. Closing twice is fine."""
+        """End the other ranks, and let go of the model and of all memory on the device. Closing twice is fine."""
         if self._ranks is not None:
             self._ranks.close()
+        self._model, self._decoder, self._adapted_decoder, self._grouped = None, None, None, None
+        self._kv_cache, self._host_blocks, self._graphs, self._attention = [], None, None, None
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def _add_adapters(self, loaded: LoadedModel, config: EngineConfig) -> None:
         if self._grouped is not None:
@@ -166,9 +192,9 @@ class ModelRunner:
         probe = probe_token_ids(self.vocab_size, loaded.max_model_len, config.block_size, without=without)
         token_ids = self._tensor(np.array(probe))
         expected = run_whole(model, token_ids) if self._is_sharded else ModelCall(model).plain(token_ids)
-        dtype = kv_cache.storage_dtype(config, model.dtype, self.device)
+        dtype = kv_cache.storage_dtype(config, model.dtype)
         rounds_inputs = config.quantization is not None or loaded.is_quantized
-        coarsest = torch.int8 if rounds_inputs else dtype
+        coarsest = torch.int8 if rounds_inputs and dtype.itemsize > 1 else dtype
         check = functools.partial(
             check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name
         )
@@ -177,11 +203,9 @@ class ModelRunner:
     def _try_way(self, way: Way, trial: _Trial) -> Verdict:
         """Raises ModelError, or whatever the model's code raises, if this is not the way to run it."""
         model, config, block_size = self._model, trial.config, trial.config.block_size
-        if way.tier is Tier.GATHERED and trial.dtype != model.dtype:
-            raise ConfigError(
-                f"kv_cache_dtype={config.kv_cache_dtype!r} is not available for {trial.loaded.name}, with attention "
-                "code of its own; leave it at 'auto'"
-            )
+        attends_itself = way.tier in (Tier.GATHERED, Tier.OWN_CACHE)
+        if attends_itself:
+            _check_attends_itself(trial, config)
         self._call = ModelCall(model, position_offset=way.position_offset)
         tier = self._tier(way)
         _set_attention(model, PAGED if tier is None else tier.implementation or trial.own_implementation)
@@ -190,15 +214,26 @@ class ModelRunner:
             specs = self._specs = self._record_layers(trial.probe, latents=not (config.enable_lora or self._is_sharded))
         else:
             specs = tier.record(self._tensor(np.array(trial.probe))[None])
+        self._attention = None
+        if not attends_itself:
+            needs = Needs(self.device, model.dtype, trial.dtype, block_size, cast("list[LayerSpec]", specs))
+            self._attention = attention_backend(config.attention_backend, needs)
         bytes_per_block = kv_cache.block_bytes(specs, block_size, trial.dtype)
         bytes_per_block += 0 if tier is None else tier.token_bytes * block_size
         state_bytes = 0 if tier is None else tier.state_bytes
-        room = room_for(config, bytes_per_block, state_bytes, trial.loaded.max_model_len, self.device)
-        self.num_blocks = room.num_blocks
-        if self._is_sharded:
-            self.num_blocks = least_of_all(self.num_blocks, self.device)
-        self._kv_cache = kv_cache.allocate(specs, self.num_blocks, block_size, trial.dtype, self.device)
-        difference = self._choose_code(trial) if tier is None else self._use_tier(tier, way, trial)
+        max_len, meter, step_bytes = trial.loaded.max_model_len, meter_of(self.device), 0
+        lengths = largest_lengths(config, max_len)
+        difference: float | None = None
+        if meter is not None:
+            self._allocate(specs, tier, trial, -(-max(*lengths, 2 * len(trial.probe)) // block_size) + 1)
+            difference = self._settle(tier, way, trial)
+            step_bytes = self._measure(meter, lengths)
+            self._allocate(specs, tier, trial, 0)
+        room = room_for(config, bytes_per_block, state_bytes, max_len, self.device, step_bytes=step_bytes)
+        num_blocks = least_of_all(room.num_blocks, self.device) if self._is_sharded else room.num_blocks
+        self._allocate(specs, tier, trial, num_blocks)
+        if difference is None:
+            difference = self._settle(tier, way, trial)
         return Verdict(
             way=way,
             layers=kinds_of_layers(specs),
@@ -211,6 +246,62 @@ class ModelRunner:
             keeps_state=state_bytes > 0 or way.tier is Tier.OWN_CACHE,
         )
 
+    def _settle(self, tier: _Tier | None, way: Way, trial: _Trial) -> float:
+        """Choose what will run, with the cache that there is; the difference from a plain run."""
+        difference = self._choose_code(trial) if tier is None else self._use_tier(tier, way, trial)
+        self._graphs = self._make_graphs(trial.config, trial.loaded.max_model_len)
+        return difference
+
+    def _measure(self, meter: DeviceMeter, lengths: list[int]) -> int:
+        """The bytes that steps take: the largest one, and graphs, which keep what they take."""
+        step_bytes = meter.peak_of(lambda: self._compute_largest_step(lengths))
+        return step_bytes + (0 if self._graphs is None else meter.peak_of(self._graphs.compute_largest))
+
+    def _allocate(self, specs: Sequence[kv_cache.KVShape], tier: _Tier | None, trial: _Trial, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._kv_cache = kv_cache.allocate(specs, num_blocks, self.block_size, trial.dtype, self.device)
+        if tier is not None:
+            tier.attach(self._kv_cache, self._attention)
+        if self._decoder is not None:
+            self._stack_layers(self._decoder)
+
+    def _stack_layers(self, decoder: FusedDecoder) -> None:
+        if self._attention is not None and self._attention.name == "cpu":
+            decoder.stack_layers(self._specs, self._kv_cache)
+
+    def _make_graphs(self, config: EngineConfig, max_model_len: int) -> DecodeGraphs | None:
+        """For steps of the fused decoder, where device and attention know graphs."""
+        capture = None if config.enforce_eager else cuda_capture(self.device)
+        decoder, attention = self._decoder, self._attention
+        if capture is None or decoder is None or attention is None or not attention.is_capturable:
+            return None
+
+        def compute(inputs: DecodeInputs) -> Tensor:
+            num_rows, num_blocks = inputs.block_tables.shape
+            metadata = AttentionMetadata(
+                inputs.slot_mapping,
+                inputs.block_tables,
+                inputs.query_start_loc,
+                inputs.seq_lens,
+                BatchShape(num_rows, 1, num_blocks * self.block_size),
+            )
+            layers = PagedLayers(self._specs, self._kv_cache, metadata, attention)
+            return decoder.logits(decoder(layers, inputs.input_ids, inputs.positions, inputs.rows))
+
+        return DecodeGraphs(
+            compute,
+            capture,
+            max_num_seqs=config.max_num_seqs,
+            max_num_blocks=-(-max_model_len // self.block_size),
+            vocab_size=self.vocab_size,
+            dtype=self._model.dtype,
+            device=self.device,
+        )
+
+    def _compute_largest_step(self, lengths: list[int]) -> None:
+        """So many tokens of each of so many sequences, and the sampling of a token for each of them."""
+        sample_all(self._run(largest_step(lengths, self.vocab_size, self.block_size)))
+
     def _tier(self, way: Way) -> _Tier | None:
         """None: the model takes packs."""
         if way.tier is Tier.STATEFUL:
@@ -221,22 +312,49 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
-        """Logits [R, V] of the last `num_logits` tokens of each scheduled sequence."""
+        """Logits [R, V] of the last `num_logits` tokens of each scheduled sequence.
+
+        Raises OutOfDeviceMemoryError, once blocks have been swapped, if the memory does not suffice for the rest."""
         self._thread_count.adjust()
+        reason = ""
+        try:
+            return self._run(output)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error)
+        # Outside of the handler, so that no traceback keeps the step's tensors.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise OutOfDeviceMemoryError(reason)
+
+    def _run(self, output: SchedulerOutput) -> Tensor:
+        reordered = None
+        if self._attention is not None and self._attention.puts_decodes_first:
+            reordered = decodes_first(output.scheduled)
+        if reordered is None:
+            return self._run_in_order(output)
+        scheduled, rows = reordered
+        return self._run_in_order(dataclasses.replace(output, scheduled=scheduled))[self._tensor(rows)]
+
+    def _run_in_order(self, output: SchedulerOutput) -> Tensor:
         if self._grouped is not None:
-            self._copy_blocks(output.copies)
+            self._move_blocks(output.copies, *output.swaps)
             return self._grouped.execute(output, self.device)
         inputs = step_inputs(output.scheduled, self.block_size)
         if self._ranks is None:
             return self._execute(output, inputs)
         pooled = PooledStep(output.scheduled).rows if output.pools else []
-        with self._ranks.step(RankStep(inputs, output.copies, pooled)):
+        with self._ranks.step(RankStep(inputs, output.copies, *output.swaps, pooled)):
             return self._execute(output, inputs)
 
     def _execute(self, output: SchedulerOutput, inputs: StepInputs) -> Tensor:
-        self._copy_blocks(output.copies)
-        layers = PagedLayers(self._specs, self._kv_cache, self._metadata(inputs))
-        if self.adapters is None or not any(item.sequence.request.adapter for item in output.scheduled):
+        self._move_blocks(output.copies, *output.swaps)
+        has_adapters = self.adapters is not None and any(item.sequence.request.adapter for item in output.scheduled)
+        if self._graphs is not None and not (output.pools or has_adapters) and self._graphs.can_compute(inputs):
+            return self._graphs(inputs)
+        layers = self._layers(inputs)
+        if not has_adapters:
             return self._compute(output, layers, inputs, self._decoder)
         pooled = PooledStep(output.scheduled).rows if output.pools else []
         keep = np.concatenate([inputs.keep, np.array(pooled, np.int64)])
@@ -248,9 +366,9 @@ class ModelRunner:
     def follow(self, step: RankStep) -> None:
         """Take part in a step that rank 0 executes."""
         self._thread_count.adjust()
-        self._copy_blocks(step.copies)
+        self._move_blocks(step.copies, step.swap_outs, step.swap_ins)
         inputs = step.inputs
-        layers = PagedLayers(self._specs, self._kv_cache, self._metadata(inputs))
+        layers = self._layers(inputs)
         if step.pooled_rows:
             self._pool(_Discarded(step.pooled_rows), layers, inputs, None)
         else:
@@ -296,7 +414,9 @@ class ModelRunner:
         return head
 
     def rows(self, logits: Tensor, rows: list[int]) -> Tensor:
-        """These rows of the logits, in this order."""
+        """These rows of the logits, in this order; on the CPU if the device cannot sample, having no float64."""
+        if logits.device.type == "mps":
+            logits = logits.cpu()
         if rows == list(range(logits.shape[0])):
             return logits
         return logits[torch.tensor(rows, device=logits.device)]
@@ -320,7 +440,7 @@ class ModelRunner:
             return trial.check()
         if trial.loaded.owns_weights and FusedDecoder.can_run(self._model):
             self._decoder = FusedDecoder(self._model)
-            self._decoder.stack_layers(self._specs, self._kv_cache)
+            self._stack_layers(self._decoder)
             try:
                 return trial.check()
             except ModelError as error:
@@ -330,7 +450,6 @@ class ModelRunner:
         return trial.check()
 
     def _use_tier(self, tier: _Tier, way: Way, trial: _Trial) -> float:
-        tier.attach(self._kv_cache)
         self._grouped = GroupedRun(
             tier, whole_prompts=way.whole_prompts, one_by_one=way.tier is Tier.OWN_CACHE, head=self._head()
         )
@@ -350,15 +469,20 @@ class ModelRunner:
         unpack_projections(self._model)
         return recorder.specs
 
-    def _metadata(self, inputs: StepInputs) -> AttentionMetadata:
-        return AttentionMetadata(
-            slot_mapping=self._tensor(inputs.slot_mapping),
-            block_tables=self._tensor(inputs.block_tables),
-            query_start_loc=self._tensor(inputs.query_start_loc),
-            seq_lens=self._tensor(inputs.seq_lens),
-        )
+    def _layers(self, inputs: StepInputs) -> PagedLayers:
+        host = HostBatch(inputs.block_tables, inputs.query_start_loc, inputs.seq_lens)
+        metadata = AttentionMetadata.of(inputs.slot_mapping, host, self.device)
+        assert self._attention is not None
+        return PagedLayers(self._specs, self._kv_cache, metadata, self._attention)
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+    def _move_blocks(self, copies: _Copies, swap_outs: _Copies, swap_ins: _Copies) -> None:
+        if self._host_blocks is not None:
+            self._host_blocks.copy_out(swap_outs)
+        self._copy_blocks(copies)
+        if self._host_blocks is not None:
+            self._host_blocks.copy_in(swap_ins)
+
+    def _copy_blocks(self, copies: _Copies) -> None:
         if not copies:
             return
         sources, targets = (self._tensor(np.array(blocks)) for blocks in zip(*copies, strict=True))
@@ -368,6 +492,19 @@ class ModelRunner:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _check_attends_itself(trial: _Trial, config: EngineConfig) -> None:
+    """Settings of paged attention are refused where there is none."""
+    for name, is_default in (
+        ("kv_cache_dtype", config.kv_cache_dtype == "auto" or trial.dtype == trial.loaded.model.dtype),
+        ("attention_backend", config.attention_backend == "auto"),
+    ):
+        if not is_default:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r} is not available for {trial.loaded.name}, with attention "
+                "code of its own; leave it at 'auto'"
+            )
 
 
 def _set_attention(model: Any, implementation: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_backend.engine.request import Sequence
 from paged_backend.engine.scheduler import ScheduledSequence
-from paged_backend.model.attention import AttentionMetadata
+from paged_backend.model.attention import AttentionMetadata, HostBatch
 
 
 class Piece(NamedTuple):
@@ -82,12 +82,10 @@ class CallInputs:
         for row, table in enumerate(tables):
             block_tables[row, : len(table)] = table
         blocks = np.take_along_axis(block_tables, self._positions // block_size, axis=1).astype(np.int64)
-        return AttentionMetadata(
-            slot_mapping=self._tensor((blocks * block_size + self._positions % block_size).reshape(-1)),
-            block_tables=self._tensor(block_tables),
-            query_start_loc=self._tensor(np.arange(len(tables) + 1, dtype=np.int32) * self.num_new),
-            seq_lens=self._tensor(self._positions[:, -1].astype(np.int32) + 1),
-        )
+        starts = np.arange(len(tables) + 1, dtype=np.int32) * np.int32(self.num_new)
+        host = HostBatch(block_tables, starts, self._positions[:, -1].astype(np.int32) + 1)
+        slot_mapping = (blocks * block_size + self._positions % block_size).reshape(-1)
+        return AttentionMetadata.of(slot_mapping, host, self._device)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.model.attention import AttentionMetadata
+from paged_backend.model.attention_backends import AttentionBackend
 from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.model_call import ModelCall
 from paged_backend.model.tiers.calls import CallInputs, Piece
@@ -53,7 +54,7 @@ class GatheredTier:
         self._layers = list(recorder.specs)
         return list(recorder.specs.values())
 
-    def attach(self, kv_cache: list[LayerCache]) -> None:
+    def attach(self, kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
         self._kv_cache = dict(zip(self._layers, kv_cache, strict=True))
 
     def compute(self, pieces: list[Piece], keep: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paged_backend.engine.scheduler import SchedulerOutput
+from paged_backend.model.attention_backends import AttentionBackend
 from paged_backend.model.kv_cache import KVShape, LayerCache
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.tiers.calls import Piece, cut_into_calls
@@ -29,8 +30,8 @@ class Tier(Protocol):
         """Run one sequence [1, S] to see what the model keeps; returns what needs pages."""
         ...
 
-    def attach(self, kv_cache: list[LayerCache]) -> None:
-        """These are the pages."""
+    def attach(self, kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
+        """These are the pages, and who attends to them if the model's own code does not."""
         ...
 
     def compute(self, pieces: list[Piece], keep: Tensor | None) -> Tensor:

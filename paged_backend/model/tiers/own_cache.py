@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.errors import ModelError
+from paged_backend.model.attention_backends import AttentionBackend
 from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.model_call import ModelCall
 from paged_backend.model.tiers.calls import CallInputs, Piece
@@ -49,7 +50,7 @@ class OwnCacheTier:
         positions = torch.arange(token_ids.shape[1], device=self._device)[None]
         return _num_bytes(self._run(token_ids, positions, None, None)[1].content, set())
 
-    def attach(self, kv_cache: list[LayerCache]) -> None:
+    def attach(self, kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
         assert not kv_cache
 
     def compute(self, pieces: list[Piece], keep: Tensor | None) -> Tensor:

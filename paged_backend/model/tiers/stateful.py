@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.model.attention import PAGED, LayerRecorder, LayerSpec, PagedLayers, attention_layers
+from paged_backend.model.attention_backends import AttentionBackend
 from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.linear import unpack_projections
 from paged_backend.model.model_call import ModelCall
@@ -40,12 +41,13 @@ class StatefulTier:
         unpack_projections(self._model)
         return self._specs
 
-    def attach(self, kv_cache: list[LayerCache]) -> None:
-        self._kv_cache = kv_cache
+    def attach(self, kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
+        assert attention is not None
+        self._kv_cache, self._attention = kv_cache, attention
 
     def compute(self, pieces: list[Piece], keep: Tensor | None) -> Tensor:
         inputs = CallInputs(pieces, self._device)
-        layers = PagedLayers(self._specs, self._kv_cache, inputs.metadata(self._block_size))
+        layers = PagedLayers(self._specs, self._kv_cache, inputs.metadata(self._block_size), self._attention)
         cache = StepCache(
             self._config,
             layers,

@@ -1,0 +1,288 @@
+"""Decode steps are padded so that a CUDA graph may replay them: the same tokens, nothing written by padding, and no
+operation that depends on the requests. There is no graph on a CPU: what would be captured is run again instead."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import paged_kernels
+from helpers_capture import StepTrace, broken_rules
+from helpers_models import make_model, save_model
+from paged_backend import LLM, SamplingParams
+from paged_backend.model import decoder as decoder_module
+from paged_backend.model import runner as runner_module
+from paged_backend.model.attention import AttentionMetadata, BatchShape, LayerSpec, PagedLayers
+from paged_backend.model.attention_backends import TorchAttention
+from paged_backend.model.decoder import FusedDecoder
+from paged_backend.model.graphs import DecodeGraphs, DecodeInputs, graph_sizes
+from paged_backend.model.inputs import StepInputs
+from paged_backend.model.kv_cache import allocate
+
+VOCAB, BLOCK, MAX_BLOCKS = 50, 4, 9
+FRESH = [torch.ones(VOCAB), torch.ones(VOCAB)]
+PARAMS = SamplingParams(max_tokens=14, temperature=0.8, seed=1, ignore_eos=True, logprobs=2)
+PROMPTS = [[7 * index + i for i in range(3 + 4 * index)] for index in range(5)]
+
+
+class FakeGraphs:
+    """Captures of steps, and how often each of them was replayed."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.num_replays: list[int] = []
+        self.error = error
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        if self.error is not None:
+            raise self.error
+        number = len(self.num_replays)
+        self.num_replays.append(0)
+
+        def replay() -> None:
+            self.num_replays[number] += 1
+            launch()
+
+        return replay
+
+
+def make_inputs(*lengths: int, seed: int = 0) -> StepInputs:
+    """Sequences of so many tokens, each of which computes its newest one."""
+    generator = np.random.default_rng(seed)
+    widths = [-(-length // BLOCK) for length in lengths]
+    tables = np.zeros((len(lengths), max(widths)), np.int32)
+    blocks = generator.permutation(MAX_BLOCKS * 8)
+    for row, width in enumerate(widths):
+        tables[row, :width], blocks = blocks[:width], blocks[width:]
+    last = np.array(lengths) - 1
+    slots = tables[np.arange(len(lengths)), last // BLOCK].astype(np.int64) * BLOCK + last % BLOCK
+    ids = generator.integers(0, VOCAB, len(lengths))
+    rows = np.arange(len(lengths))
+    starts = np.arange(len(lengths) + 1, dtype=np.int32)
+    return StepInputs(ids, last, rows, slots, tables, starts, np.array(lengths, np.int32))
+
+
+def make_graphs(
+    compute: Callable[[DecodeInputs], Tensor], fake: FakeGraphs | None = None, *, max_num_seqs: int = 8
+) -> DecodeGraphs:
+    return DecodeGraphs(
+        compute,
+        (fake or FakeGraphs()).capture,
+        max_num_seqs=max_num_seqs,
+        max_num_blocks=MAX_BLOCKS,
+        vocab_size=VOCAB,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+class Model:
+    """A decoder with a paged cache, of which every step says which memory its inputs were in."""
+
+    def __init__(self) -> None:
+        self.decoder = FusedDecoder(make_model(vocab_size=VOCAB, pad_token_id=None, eos_token_id=None))
+        spec = LayerSpec(2, 16, 16, 0.25, None, None, None)
+        self.specs = [spec] * 3
+        self.cache = allocate(self.specs, MAX_BLOCKS * 8, BLOCK, torch.float32, torch.device("cpu"))
+        for layer in self.cache:
+            layer.keys.normal_()
+            layer.values.normal_()
+        self.attention: Any = TorchAttention(None)  # type: ignore[arg-type]
+
+    def compute(self, inputs: DecodeInputs) -> Tensor:
+        num_rows, num_blocks = inputs.block_tables.shape
+        metadata = AttentionMetadata(
+            inputs.slot_mapping,
+            inputs.block_tables,
+            inputs.query_start_loc,
+            inputs.seq_lens,
+            BatchShape(num_rows, 1, num_blocks * BLOCK),
+        )
+        layers = PagedLayers(self.specs, self.cache, metadata, self.attention)
+        return self.decoder.logits(self.decoder(layers, inputs.input_ids, inputs.positions, inputs.rows))
+
+    def written(self, step: Callable[[], object]) -> set[int]:
+        """The slots whose keys a step changes."""
+        before = [layer.keys.clone() for layer in self.cache]
+        step()
+        changed = torch.stack([(old != new.keys).any(3).any(1) for old, new in zip(before, self.cache, strict=True)])
+        return set(changed.any(0).flatten().nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 40, 256, 300])
+def test_a_step_is_never_padded_by_much(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    for wanted in range(1, most + 1):
+        padded = next(size for size in sizes if size >= wanted)
+        assert padded <= max(1.15 * wanted + 1, wanted + 7)
+
+
+@torch.inference_mode()
+def test_padded_steps_give_the_logits_of_each_sequence_alone_and_write_one_slot_each() -> None:
+    model = Model()
+    fake = FakeGraphs()
+    graphs = make_graphs(model.compute, fake)
+    for seed, lengths in enumerate([(5, 9, 1), (30, 2, 7), (12, 3, 36), (1, 1), (8,), (9, 30, 2, 4, 5)]):
+        inputs = make_inputs(*lengths, seed=seed)
+        step = functools.partial(graphs, inputs)
+        assert model.written(step) == set(inputs.slot_mapping.tolist())
+        logits = step().clone()
+        for row in range(len(lengths)):
+            alone = StepInputs(*(array[row : row + 1] for array in inputs[:5]), inputs[5][:2], inputs[6][row : row + 1])
+            torch.testing.assert_close(graphs(alone)[0], logits[row], atol=1e-5, rtol=1e-4)
+    assert sum(fake.num_replays) > 5
+
+
+@torch.inference_mode()
+def test_a_size_is_run_once_then_captured_then_replayed() -> None:
+    model, fake = Model(), FakeGraphs()
+    graphs = make_graphs(model.compute, fake)
+    seen = []
+    for seed in range(4):
+        graphs(make_inputs(5, 9, 3, seed=seed))
+        seen.append(list(fake.num_replays))
+    assert seen == [[], [1], [2], [3]]
+    graphs(make_inputs(5, 33, 3))  # more blocks
+    graphs(make_inputs(5, 9, 3, 1, 1, 1))  # more sequences
+    assert fake.num_replays == [3]
+
+
+@torch.inference_mode()
+def test_steps_go_on_without_graphs_if_they_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    graphs = make_graphs(model.compute, FakeGraphs(RuntimeError("operation not permitted")))
+    expected = make_graphs(model.compute)(make_inputs(5, 9)).clone()
+    for _ in range(3):
+        torch.testing.assert_close(graphs(make_inputs(5, 9)), expected)
+    assert sum("operation not permitted" in record.message for record in caplog.records) == 1
+
+
+@torch.inference_mode()
+def test_the_largest_step_is_all_padding() -> None:
+    model = Model()
+    graphs = make_graphs(model.compute)
+    assert model.written(graphs.compute_largest) == set()
+
+
+# --- what a graph asks of a step ---
+
+
+@pytest.fixture
+def kernels_as_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our kernels are seen as one operation each, as they are on a device."""
+
+    def seen(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            trace = _current_trace()
+            if trace is None:
+                return function(*args, **kwargs)
+            with trace.kernel(name, *args, *kwargs.values()):
+                outputs = function(*args, **kwargs)
+            tensors = [one for one in torch.utils._pytree.tree_leaves(outputs) if isinstance(one, Tensor)]
+            trace.make(tensors, [one for one in args if isinstance(one, Tensor)])
+            return outputs
+
+        return run
+
+    for name in ("add_rms_norm", "rotary", "silu_and_mul"):
+        monkeypatch.setattr(decoder_module, name, seen(getattr(paged_kernels, name), name))
+    for name in ("store_kv", "paged_attention"):
+        monkeypatch.setattr(paged_kernels.reference, name, seen(getattr(paged_kernels.reference, name), name))
+
+
+def _current_trace() -> StepTrace | None:
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return next((mode for mode in modes if isinstance(mode, StepTrace)), None)
+
+
+@pytest.mark.usefixtures("kernels_as_operations")
+@torch.no_grad()
+def test_a_whole_decode_step_can_be_captured() -> None:
+    model = Model()
+    captured: list[Callable[[], None]] = []
+
+    def capture(launch: Callable[[], None]) -> Callable[[], None]:
+        captured.append(launch)
+        return lambda: None
+
+    graphs = make_graphs(model.compute)
+    graphs._capture = capture
+    requests = [make_inputs(5, 13, 1, seed=1), make_inputs(16, 2, 9, seed=2)]
+    graphs(requests[0])
+    graphs(requests[0])
+    (launch,) = captured
+
+    assert broken_rules(launch, lambda which: graphs(requests[which])) == []
+
+
+@pytest.mark.usefixtures("kernels_as_operations")
+@pytest.mark.parametrize(
+    "breaks, what",
+    [
+        (lambda inputs, logits: logits * int(inputs.seq_lens.max()), "waits for the device"),
+        (lambda inputs, logits: logits + logits[inputs.slot_mapping >= 0].sum(), "waits for the device"),
+        (lambda inputs, logits: logits + torch.tensor([1.0]), "from the host"),
+        (lambda inputs, logits: logits + FRESH.pop(), "inputs moved"),
+        (lambda inputs, logits: logits.repeat(1 + int(inputs.seq_lens.numpy()[0]) % 2, 1)[:4], "operation"),
+    ],
+    ids=["a number", "a mask", "a list", "a new input", "a shape"],
+)
+@torch.no_grad()
+def test_a_step_that_cannot_is_found_out(breaks: Callable[[DecodeInputs, Tensor], Tensor], what: str) -> None:
+    model = Model()
+    graphs = make_graphs(model.compute)
+    views = graphs._views(4, 4)
+    requests = [make_inputs(5, 13, 1, seed=1), make_inputs(16, 2, 9, seed=2)]
+    broken = broken_rules(
+        lambda: breaks(views, model.compute(views)), lambda which: graphs._fill(requests[which], 4, 4)
+    )
+    assert any(what in rule for rule in broken), broken
+
+
+# --- the engine ---
+
+
+@contextlib.contextmanager
+def graphs_on_cpu(fake: FakeGraphs) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner_module, "cuda_capture", lambda device: fake.capture)
+        patch.setattr(TorchAttention, "is_capturable", True)
+        patch.setattr(TorchAttention, "puts_decodes_first", True)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def generated(folder: Path, **options: Any) -> list[Any]:
+    settings = {"kv_cache_memory": "4MiB", "block_size": 4, "max_num_batched_tokens": 16, "attention_backend": "torch"}
+    with LLM(folder, **settings | options) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS.replace(n=2), use_tqdm=False)
+        outputs += llm.generate(PROMPTS[:2], PARAMS.replace(prompt_logprobs=1), use_tqdm=False)
+    return [[(sample.token_ids, sample.text) for sample in output.outputs] for output in outputs]
+
+
+def test_the_engine_writes_the_same_with_graphs(folder: Path) -> None:
+    expected = generated(folder)
+    for options in ({}, {"num_gpu_blocks_override": 20, "swap_space": 0.01}):
+        fake = FakeGraphs()
+        with graphs_on_cpu(fake):
+            assert generated(folder, **options) == expected
+        assert sum(fake.num_replays) > 10
+
+
+def test_enforce_eager_captures_nothing(folder: Path) -> None:
+    fake = FakeGraphs()
+    with graphs_on_cpu(fake):
+        generated(folder, enforce_eager=True)
+    assert fake.num_replays == []
