@@ -367,11 +367,12 @@ def whole_engines(check: Check) -> dict[str, Any]:
             found[name]["share_of_steps_outside_the_model"] = _overhead(check, llm, runner, 1 if check.is_dry else 64)
     use_own_attention(model)
     found["transformers generate"] = {"mixed": _rate(check, mixed, lambda: _generate_padded(check, model, mixed))}
-    with_batch = getattr(model, "generate_batch", None)
-    if with_batch is not None and not check.is_dry:
-        found["transformers generate_batch"] = {
-            "uniform": _rate(check, uniform, lambda: _generate_batch(model, uniform))
-        }
+    if hasattr(model, "generate_batch") and not check.is_dry:
+        try:
+            rate: float | str = _rate(check, uniform, lambda: _generate_batch(model, uniform))
+        except Exception as error:  # which loses nobody else's figures
+            rate = f"{type(error).__name__}: {error}"[:300]
+        found["transformers generate_batch"] = {"uniform": rate}
     ours, static = found["paged-backend"]["mixed"], found["transformers generate"]["mixed"]
     return {**found, "ratio_to_generate": round(ours / static, 1)}
 

@@ -303,6 +303,12 @@ def test_device_that_is_not_there_is_refused(tmp_path: Path, device: str) -> Non
         load(save_model(tmp_path), None, EngineConfig(device=device))
 
 
+def test_an_apple_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"device='mps' is not there.*use 'auto' or 'cpu'"):
+        load(save_model(tmp_path), None, EngineConfig(device="mps"))
+
+
 # --- a model that is loaded already ---
 
 
