@@ -27,11 +27,15 @@ from paged_backend.model.attention_backends import (
 from paged_backend.model.kv_cache import LayerCache, allocate
 from paged_kernels import reference
 
+needs_interpreter = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs interpreted Triton",
+)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 HEADS, KV_HEADS, SIZE, BLOCK = 4, 2, 64, 256
 BATCHES = {
     "decodes": [(1, 5), (1, 300), (1, 256)],
-    "prompts": [(7, 7), (300, 300)],
+    "prompts": [(7, 7), (40, 290)],
     "both": [(1, 9), (1, 513), (20, 270), (1, 3)],
 }
 """How many tokens each sequence computes, and how many it has then."""
@@ -138,10 +142,7 @@ class TestTorch(BackendContract):
     layers: ClassVar = TestCpu.layers
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs interpreted Triton",
-)
+@needs_interpreter
 class TestTriton(BackendContract):
     backend = TritonAttention
     layers: ClassVar = {"plain": {}, "window and softcap": {"window": 40, "softcap": 8.0}, "chunk": {"chunk": 33}}
@@ -244,6 +245,17 @@ def test_the_engine_runs_on_the_one_that_is_asked_for() -> None:
             with LLM(make_model(architecture), attention_backend=name, kv_cache_memory="1MiB") as llm:
                 found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
     assert found[:2] == found[2:]
+
+
+@needs_interpreter
+def test_the_engine_runs_on_interpreted_triton() -> None:
+    prompts, params = [[3, 4, 5], [9] * 7], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    found = []
+    for name in ("auto", "triton"):
+        model = make_model(num_hidden_layers=1)
+        with LLM(model, attention_backend=name, kv_cache_memory="1MiB", max_num_batched_tokens=5) as llm:
+            found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
+    assert found[0] == found[1]
 
 
 def test_names_that_there_are_not_are_refused() -> None:
