@@ -116,7 +116,7 @@ class EngineConfig:
     this process, the others are processes that it starts; on CUDA each has a device. See docs/tensor-parallelism.md."""
     swap_space: float = 0
     """GiB of host memory, in each rank, for the keys and values of preempted sequences, so that they need not be
-    computed again. With a CUDA device it is pinned. 0: preempted sequences are recomputed, as are those that do not fit."""
+    computed again; pinned if there is a CUDA device. 0: they are recomputed, as are those that do not fit."""
     enable_lora: bool = False
     """Take requests for LoRA adapters (`lora_request`)."""
     max_loras: int = 8
