@@ -15,7 +15,7 @@ from paged_backend.fields import Checker, rejects_unknown_arguments
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8", "fp8_e4m3", "fp8_e5m2")
 ATTENTION_BACKENDS = ("auto", "triton", "flash_attn", "flashinfer", "torch", "cpu")
-QUANTIZATIONS = (None, "int8", "int4")
+QUANTIZATIONS = (None, "int8", "int4", "unpacked")
 _DTYPE_SPELLINGS = {"half": "float16", "float": "float32"}
 _UNITS = {
     "": 1,
@@ -108,9 +108,9 @@ class EngineConfig:
     enforce_eager: bool = False
     """Launch every step's kernels one by one, rather than capture decode steps into CUDA graphs and replay these."""
     quantization: str | None = None
-    """None: weights as the checkpoint has them; `int8`, `int4`: the linear layers' weights are rounded to 8 or 4 bits
-    when they are loaded, on a CPU, and inputs to 8 bits: faster, in less memory, a little less exact. See
-    docs/quantization.md."""
+    """None: weights as the checkpoint has them, packed ones in few bits on a CPU; `unpacked`: those too in `dtype`;
+    `int8`, `int4`: the linear layers' weights are rounded to 8 or 4 bits when they are loaded, on a CPU. Whoever has
+    weights in few bits rounds inputs to 8: faster, in less memory, a little less exact. See docs/quantization.md."""
     tensor_parallel_size: int = 1
     """Ranks that a model is cut into: each has its part of the weights and of each token's keys and values. Rank 0 is
     this process, the others are processes that it starts; on CUDA each has a device. See docs/tensor-parallelism.md."""

@@ -37,8 +37,12 @@ def random_layer(shape: tuple[int, int], bits: int, seed: int) -> tuple[Tensor, 
     return integers, zeros, scales, torch.arange(num_inputs) // GROUP
 
 
-def gptq(shape: tuple[int, int], seed: int, *, bits: int, act_order: bool, version: int) -> Packed:
+def gptq(
+    shape: tuple[int, int], seed: int, *, bits: int, act_order: bool, version: int, is_symmetric: bool = False
+) -> Packed:
     integers, zeros, scales, groups = random_layer(shape, bits, seed)
+    if is_symmetric:
+        zeros[:] = 2 ** (bits - 1)
     if act_order:
         groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed))]
     stored = (zeros - 1) % 2**bits if version == 1 else zeros

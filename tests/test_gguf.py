@@ -12,8 +12,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
+from paged_backend import LLM, SamplingParams
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ModelError
+from paged_backend.model.linear import PackedLinear
 from paged_backend.model.loader import load
 
 NUM_LAYERS, HIDDEN, VOCAB = 4, 256, 64
@@ -83,8 +85,20 @@ def unpacked(tensors: dict[str, tuple[np.ndarray, Type]]) -> dict[str, tuple[np.
 
 
 def state_of(path: Path, folder: Path) -> dict[str, torch.Tensor]:
-    loaded = load(path, None, EngineConfig(device="cpu", dtype="float32", cache_dir=str(folder)))
-    return loaded.model.state_dict()
+    return model_of(path, folder, quantization="unpacked").state_dict()
+
+
+def model_of(path: Path, folder: Path, *, quantization: str | None = None) -> Any:
+    config = EngineConfig(device="cpu", dtype="float32", cache_dir=str(folder), quantization=quantization)
+    return load(path, None, config).model
+
+
+def quantized(kind: Type) -> dict[str, tuple[np.ndarray, Type]]:
+    """Random weights, rounded as the gguf package does."""
+    rng = np.random.default_rng(0)
+    names = [f"blk.{layer}.{name}.weight" for layer in range(NUM_LAYERS) for name in SHAPES]
+    weights = {name: rng.normal(size=SHAPES[name.split(".")[2]]).astype(np.float32) / 16 for name in names}
+    return {name: (gguf.quantize(weight, kind), kind) for name, weight in weights.items()}
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -109,6 +123,46 @@ def test_every_type_is_unpacked_and_said_to_be(
     assert_same(state, plain)
     (line,) = [record.message for record in caplog.records if "unpacked to float32" in record.message]
     assert all(kind.name in line for kind in PACKED_TYPES[:-3])
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(Type.Q8_0, 8), (Type.Q4_0, 4), (Type.Q4_1, 8)])
+def test_linear_layers_stay_packed_and_hold_what_the_file_does(
+    kind: Type, bits: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path / "packed.gguf", quantized(kind))
+    dense = model_of(path, tmp_path, quantization="unpacked")
+    with caplog.at_level(logging.INFO):
+        model = model_of(path, tmp_path)
+    assert f"kept packed: 2 million numbers of {bits} bits" in caplog.text
+    step = (
+        0 if kind is not Type.Q4_1 else 1 / 254
+    )  # of the largest weight among 32 neighbours; 15 of its 4-bit ones are 1
+    for name, right in dense.named_modules():
+        if isinstance(right, torch.nn.Linear) and name != "lm_head":
+            layer = model.get_submodule(name)
+            assert isinstance(layer, PackedLinear) and layer.packed.bits == bits
+            most = right.weight.view(-1, 32).abs().amax(1, keepdim=True)
+            assert ((layer.weight - right.weight).view(-1, 32).abs() <= most * step * 1.01).all()
+    assert isinstance(model.lm_head, torch.nn.Linear)  # which is not packed in the file
+    token_ids = torch.arange(40)[None]
+    logits, expected = model(token_ids).logits, dense(token_ids).logits
+    assert (logits - expected).norm() < 0.03 * expected.norm()
+
+
+def test_what_is_not_packed_is_in_the_type_of_the_engine(tmp_path: Path) -> None:
+    path = write(tmp_path / "packed.gguf", quantized(Type.Q8_0))
+    config = EngineConfig(device="cpu", dtype="bfloat16", cache_dir=str(tmp_path))
+    assert {parameter.dtype for parameter in load(path, None, config).model.parameters()} == {torch.bfloat16}
+
+
+def test_what_stays_packed_is_served_as_it_computes(tmp_path: Path) -> None:
+    path = write(tmp_path / "packed.gguf", quantized(Type.Q8_0))
+    model = model_of(path, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(path, dtype="float32", kv_cache_memory="4MiB", cache_dir=str(tmp_path)) as llm:
+        (output,) = llm.generate(list(range(3, 20)), params)
+    right = model.generate(torch.arange(3, 20)[None], max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert output.outputs[0].token_ids == right[0, 17:].tolist()
 
 
 def test_a_model_in_parts_is_joined_whichever_part_is_named(plain: dict[str, torch.Tensor], tmp_path: Path) -> None:

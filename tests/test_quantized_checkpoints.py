@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,19 @@ from helpers_models import make_model, save_model
 from helpers_packed import GROUP, awq, gptq, random_layer
 from paged_backend import LLM, ModelError, SamplingParams
 from paged_backend.config import EngineConfig
+from paged_backend.model.linear import PackedLinear
 from paged_backend.model.loader import load
 
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # so that layers are large enough for our kernels
 
-def save_packed(folder: Path, settings: dict[str, Any], make: Any, **options: Any) -> dict[str, Tensor]:
+
+def save_packed(
+    folder: Path, settings: dict[str, Any], make: Any, *, shape: Mapping[str, Any] | None = None, **options: Any
+) -> dict[str, Tensor]:
     """Replace the linear layers of a checkpoint by packed ones; the dense weights by name."""
-    save_model(folder, model=make_model("llama"), config={"quantization_config": settings, "dtype": "float16"})
+    save_model(
+        folder, model=make_model("llama", **(shape or {})), config={"quantization_config": settings, "dtype": "float16"}
+    )
     state = load_file(folder / "model.safetensors")
     dense = dict(state)
     for seed, name in enumerate(sorted(state)):
@@ -35,11 +43,29 @@ def save_packed(folder: Path, settings: dict[str, Any], make: Any, **options: An
 
 def assert_holds(folder: Path, dense: dict[str, Tensor]) -> None:
     """The model that is loaded has these weights, and runs on its own code as on the fused decoder."""
-    loaded = load(folder, None, EngineConfig(device="cpu", dtype="float32"))
+    loaded = load(folder, None, EngineConfig(device="cpu", dtype="float32", quantization="unpacked"))
     state = loaded.model.state_dict()
     assert state.keys() == dense.keys()
     for name, tensor in dense.items():
         torch.testing.assert_close(state[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def assert_keeps(folder: Path, dense: dict[str, Tensor], *, bits: int, step: float = 0) -> None:
+    """The large layers are packed, with numbers of so many bits. None is further from its weight than so many steps of
+    8 bits, of the largest of 32 neighbours; logits are those of the weights, but for the rounding of inputs."""
+    loaded = load(folder, None, EngineConfig(device="cpu", dtype="float32")).model
+    packed = {name: module for name, module in loaded.named_modules() if isinstance(module, PackedLinear)}
+    assert len(packed) >= 3
+    for name, layer in packed.items():
+        right = dense[f"{name}.weight"].float()
+        assert layer.packed.bits == bits
+        most = right.view(-1, 32).abs().amax(1, keepdim=True) / 127
+        assert ((layer.weight - right).view(-1, 32).abs() <= most * step + 1e-6).all()
+    model = make_model("llama", **WIDE)
+    model.load_state_dict(dense)
+    token_ids = torch.arange(40, 60)[None]
+    logits, expected = loaded(token_ids).logits, model(token_ids).logits
+    assert (logits - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -56,6 +82,34 @@ def test_gptq_is_unpacked(
     assert "quantised by gptq, are unpacked to torch.float32" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("bits", "act_order", "is_symmetric", "kept_bits", "step"),
+    [(4, False, True, 4, 0), (4, False, False, 8, 0), (8, False, True, 8, 0), (8, False, False, 8, 0.51),
+     (4, True, True, 8, 0.51), (2, False, False, 4, 0)],
+)  # fmt: skip
+def test_gptq_is_kept_packed(
+    tmp_path: Path,
+    bits: int,
+    act_order: bool,
+    is_symmetric: bool,
+    kept_bits: int,
+    step: float,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As it is if its numbers, less their zeros, fit in 8 bits; else rounded again to 8."""
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": act_order, "sym": is_symmetric}
+    options = {"bits": bits, "act_order": act_order, "version": 1, "is_symmetric": is_symmetric}
+    dense = save_packed(tmp_path, settings, gptq, shape=WIDE, **options)
+    with caplog.at_level(logging.INFO):
+        assert_keeps(tmp_path, dense, bits=kept_bits, step=step)
+    assert "quantised by gptq, are kept packed" in caplog.text
+
+
+def test_awq_is_kept_packed(tmp_path: Path) -> None:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    assert_keeps(tmp_path, save_packed(tmp_path, settings, awq, shape=WIDE), bits=8)
+
+
 def test_awq_is_unpacked(tmp_path: Path) -> None:
     settings = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
     assert_holds(tmp_path, save_packed(tmp_path, settings, awq))
@@ -66,7 +120,7 @@ def test_an_unpacked_model_generates_what_the_dense_one_does(tmp_path: Path) -> 
     dense = make_model("llama")
     dense.load_state_dict(save_packed(tmp_path, settings, awq))
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    with LLM(tmp_path, dtype="float32", kv_cache_memory="4MiB") as llm:
+    with LLM(tmp_path, dtype="float32", kv_cache_memory="4MiB", quantization="unpacked") as llm:
         (output,) = llm.generate(list(range(40, 60)), params)
     right = dense.generate(torch.arange(40, 60)[None], max_new_tokens=10, do_sample=False, eos_token_id=None)
     assert output.outputs[0].token_ids == right[0, 20:].tolist()

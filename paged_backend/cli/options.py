@@ -45,7 +45,11 @@ def _mapping(value: Any) -> dict[str, Any]:
 ENGINE_OPTIONS: Mapping[str, _Option] = {
     "tokenizer": _Option(str, "Folder or hub id of another tokenizer than the model's own."),
     "dtype": _Option(str, "auto, float32, bfloat16 or float16."),
-    "quantization": _Option(str, "int8 or int4: round the weights of linear layers when they are loaded, on a CPU."),
+    "quantization": _Option(
+        str,
+        "int8 or int4: round the weights of linear layers when they are loaded, on a CPU; unpacked: have those of a "
+        "quantised checkpoint in dtype.",
+    ),
     "device": _Option(str, "auto, cpu, cuda or mps."),
     "max_model_len": _Option(int, "Most tokens of a prompt and its output together."),
     "kv_cache_memory": _Option(str, "Memory of the KV cache, as 2GiB or in bytes."),

@@ -19,9 +19,11 @@ from transformers import (
 )
 
 from paged_backend.errors import ModelError
+from paged_backend.model.kept_packed import packable_layers, put_in, repack, sizes, stand_in
 from paged_backend.model.packed_weights import METHODS, Unpacked, packing_of
 from paged_backend.model.remote_layouts import Layout, layout_of
 from paged_backend.model.tensor_files import TensorFiles
+from paged_kernels import PackedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -40,27 +42,64 @@ class Conversion(NamedTuple):
     quantization: Mapping[str, Any] | None
 
     def load(
-        self, source: str, options: Mapping[str, Any], dtype: torch.dtype, name: str
+        self, source: str, options: Mapping[str, Any], dtype: torch.dtype, name: str, *, keep_packed: bool
     ) -> tuple[PreTrainedModel, dict[str, Any]]:
-        """The model in `dtype`, and what transformers says of the loading."""
-        tensors: Mapping[str, Tensor] = TensorFiles(source, options)
-        if self.quantization is not None:
-            method = self.quantization["quant_method"]
-            logger.info("the weights of %s, quantised by %s, are unpacked to %s", name, method, dtype)
-            tensors = Unpacked(tensors, packing_of(self.quantization, name), dtype)
-        pairs: Iterable[tuple[str, Tensor]] = tensors.items() if self.layout is None else self.layout.convert(tensors)
-        state = dict(tqdm(pairs, desc="Converting weights", total=len(tensors), disable=None))
+        """The model in `dtype`, and what transformers says of the loading. Weights that are quantised stay so, in our
+        kernels' form, if `keep_packed`."""
         config = self.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
+        state, packed = self._read(TensorFiles(source, options), dtype, name, keep_packed=keep_packed)
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model, report = model_class.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
         )
         _check_left_over(report["unexpected_keys"], state, name)
+        put_in(model, packed, dtype)
         model.config._name_or_path = source
         model.generation_config = _generation_config(source, options, model.generation_config)
         return model, report
+
+    def _read(
+        self, files: TensorFiles, dtype: torch.dtype, name: str, *, keep_packed: bool
+    ) -> tuple[dict[str, Tensor], dict[str, PackedWeight]]:
+        """The state dict, and what is packed by the names of its layers, for which the state has stand-ins."""
+        state: dict[str, Tensor] = {}
+        packed: dict[str, PackedWeight] = {}
+        if self.quantization is None:
+            for original in _with_progress(files):
+                state |= self._converted(original, files[original])
+            return state, packed
+        tensors = Unpacked(files, packing_of(self.quantization, name))
+        layers = packable_layers(self.config) if keep_packed else set[str]()
+        unpacked = 0
+        for original in _with_progress(tensors):
+            is_quantized = tensors.is_quantized(original)
+            scales = tensors.scales(original) if is_quantized and self.layout is None else None
+            for new, tensor in self._converted(original, tensors[original]).items():
+                layer = new.removesuffix(".weight")
+                if is_quantized and layer in layers:
+                    packed[layer] = repack(tensor, scales, bits=tensors.packing.bits)
+                    tensor = stand_in(tensor.shape, dtype)
+                state[new] = tensor.to(dtype) if is_quantized else tensor
+                unpacked += is_quantized and layer not in packed
+        _tell(name, str(self.quantization["quant_method"]), packed, unpacked, dtype)
+        return state, packed
+
+    def _converted(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return {name: tensor} if self.layout is None else dict(self.layout.convert({name: tensor}))
+
+
+def _with_progress(names: Mapping[str, Tensor]) -> Iterable[str]:
+    progress: Iterable[str] = tqdm(names, desc="Converting weights", total=len(names), disable=None)
+    return progress
+
+
+def _tell(name: str, method: str, packed: Mapping[str, PackedWeight], unpacked: int, dtype: torch.dtype) -> None:
+    if packed:
+        logger.info("%d weights of %s, quantised by %s, are kept packed: %s", len(packed), name, method, sizes(packed))
+    if unpacked:
+        logger.info("%d weights of %s, quantised by %s, are unpacked to %s", unpacked, name, method, dtype)
 
 
 def conversion_of(source: str, options: Mapping[str, Any], name: str, device: torch.device) -> Conversion | None:

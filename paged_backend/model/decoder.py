@@ -184,11 +184,16 @@ def _merged_parts(layer: Any) -> tuple[list[Any], list[Any]]:
     return [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
 
 
+def _stored(module: nn.Linear | PackedLinear) -> list[Tensor]:
+    """The tensors that hold its weight."""
+    return [module.packed.values, module.packed.scales] if isinstance(module, PackedLinear) else [module.weight]
+
+
 def _layer(layer: Any, files: MappedFiles) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     projections, gate_and_up = _merged_parts(layer)
     num_query_heads, num_kv_heads, _ = (linear.out_features // attention.head_dim for linear in projections)
-    separate = [module.weight for module in (*projections, *gate_and_up) if isinstance(module, nn.Linear)]
+    separate = [tensor for module in (*projections, *gate_and_up) for tensor in _stored(module)]
     fused = _Layer(
         head_size=attention.head_dim,
         num_heads=[num_query_heads, num_kv_heads, num_kv_heads],

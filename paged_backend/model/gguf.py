@@ -13,18 +13,26 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from paged_backend.errors import ConfigError, MissingExtraError, ModelError
-from paged_backend.model.gguf_parts import join, packed_types, parts_of
+from paged_backend.model.gguf_parts import PLAIN, join, packed_types, parts_of, types_of
 
 logger = logging.getLogger(__name__)
 
+_WHOLE_NUMBERS = {"Q4_0", "Q8_0"}
+"""Types that can be repacked as they are, from float32."""
 _ABANDONED_AFTER = 24 * 60 * 60  # seconds
 
 
-def gguf_folder(gguf_file: Path, dtype: str, cache_folder: str | os.PathLike[str]) -> Path:
+def gguf_folder(
+    gguf_file: Path, dtype: str, cache_folder: str | os.PathLike[str], *, keep_packed: bool = False
+) -> Path:
     """A GGUF file's model as a folder in `dtype` ("bfloat16", ...); converted again whenever the file changes.
 
+    With `keep_packed` its packed weights are repacked for our kernels; `kept_packed.load` loads the folder.
     `gguf_file` may be one of the parts of a model that was split; the others must lie beside it.
     """
     parts = parts_of(gguf_file)
@@ -32,10 +40,12 @@ def gguf_folder(gguf_file: Path, dtype: str, cache_folder: str | os.PathLike[str
     source = " ".join(
         f"{part.resolve()} {stat.st_size} {stat.st_mtime_ns}" for part, stat in zip(parts, stats, strict=True)
     )
-    name = f"{parts[0].stem}-{dtype}-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    kind = f"{dtype}-packed" if keep_packed else dtype
+    name = f"{parts[0].stem}-{kind}-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
     what = f"the GGUF file {gguf_file.name}"
     return publish_folder(
-        Path(cache_folder, "models", name), lambda folder: _convert_parts(parts, folder, dtype, what=what)
+        Path(cache_folder, "models", name),
+        lambda folder: _convert_parts(parts, folder, dtype, what=what, keep_packed=keep_packed),
     )
 
 
@@ -73,14 +83,14 @@ def _remove_abandoned(folder: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _convert_parts(parts: list[Path], folder: Path, dtype: str, *, what: str) -> None:
+def _convert_parts(parts: list[Path], folder: Path, dtype: str, *, what: str, keep_packed: bool) -> None:
     if len(parts) == 1:
-        return convert(parts[0], folder, dtype, what=what, extra="gguf")
+        return convert(parts[0], folder, dtype, what=what, extra="gguf", keep_packed=keep_packed)
     _check_packages(what, "gguf")
     whole = folder.with_name(f"{folder.name}.gguf")
     try:
         join(parts, whole)
-        convert(whole, folder, dtype, what=what, extra="gguf")
+        convert(whole, folder, dtype, what=what, extra="gguf", keep_packed=keep_packed)
     finally:
         whole.unlink(missing_ok=True)
 
@@ -90,23 +100,46 @@ def _check_packages(what: str, extra: str) -> None:
         raise MissingExtraError(what, extra)
 
 
-def convert(gguf_file: Path, folder: Path, dtype: str, *, what: str, extra: str) -> None:
-    """Unpack the weights and write them as a transformers checkpoint, with the tokenizer."""
+def convert(gguf_file: Path, folder: Path, dtype: str, *, what: str, extra: str, keep_packed: bool = False) -> None:
+    """Unpack the weights, or repack them for our kernels, and write them as a checkpoint, with the tokenizer."""
     _check_packages(what, extra)
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     logger.info("converting %s into %s; this happens once", gguf_file, folder.parent)
     where = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
     try:
-        if packed := packed_types(gguf_file):
-            logger.info("its weights (%s) are unpacked to %s, and so take more memory", ", ".join(packed), dtype)
+        types = packed_types(gguf_file)
+        if types and not keep_packed:
+            logger.info("its weights (%s) are unpacked to %s, and so take more memory", ", ".join(types), dtype)
+        wide = "float32" if keep_packed and _WHOLE_NUMBERS & types.keys() else dtype
         model = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=dtype, quantization_config=GgufConfig(dequantize=True), local_files_only=True
+            **where, dtype=wide, quantization_config=GgufConfig(dequantize=True), local_files_only=True
         )
         tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
     except ModelError:
         raise
     except Exception as error:  # whatever reading a broken or unknown file raises
         raise ModelError(f"{what} cannot be converted: {error}") from error
-    model.save_pretrained(folder)
+    if keep_packed:
+        _save_packed(gguf_file, model, folder, getattr(torch, dtype))
+    else:
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _save_packed(gguf_file: Path, model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Those linear layers are packed whose weights were; what else has two dimensions is in `dtype`."""
+    from paged_backend.model import kept_packed
+
+    layers = {name: module for name, module in model.named_modules() if kept_packed.is_packable(module)}
+    types = types_of(gguf_file, layers, is_tied=bool(model.config.tie_word_embeddings))
+    packed = {}
+    for name, kind in types.items():
+        if kind not in PLAIN:
+            packed[name] = kept_packed.repack(layers[name].weight.float(), bits=4 if kind == "Q4_0" else 8)
+            layers[name].weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.data.to(dtype)
+    model.config.dtype = dtype
+    kept_packed.save(folder, model, packed)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from paged_backend.errors import ModelError
 
 _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+PLAIN = {"F32", "F16", "BF16"}
+"""Types that are not quantised."""
+_EMBEDDINGS = "token_embd.weight"
 _DROPPED = ("GGUF.", "split.", "general.architecture")
 """Metadata that the writer writes itself, or that is no longer true of the whole."""
 
@@ -50,16 +54,31 @@ def join(parts: list[Path], target: Path) -> None:
     writer.close()
 
 
+def types_of(path: Path, layers: Iterable[str], *, is_tied: bool) -> dict[str, str]:
+    """The types of the weights of layers, by the names that transformers has for them; those the file has no weight
+    for are left out. `is_tied`: a head that is not there is the embeddings."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
+    architecture = str(reader.fields["general.architecture"].contents())
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, int(reader.fields[f"{architecture}.block_count"].contents()))
+    found = {layer: f"{names.get_name(layer)}.weight" for layer in layers}
+    if is_tied and "output.weight" not in types:
+        found = {layer: _EMBEDDINGS if name == "output.weight" else name for layer, name in found.items()}
+    return {layer: types[name] for layer, name in found.items() if name in types}
+
+
 def packed_types(path: Path) -> dict[str, int]:
     """How many weights there are in each quantised type, most first. Raises ModelError for those nobody can unpack."""
     import gguf
     from gguf.quants import _type_traits
 
-    plain = {gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16")}
     counts: Counter[str] = Counter()
     unknown: Any = set()
     for tensor in gguf.GGUFReader(path).tensors:
-        if tensor.tensor_type not in plain:
+        if tensor.tensor_type.name not in PLAIN:
             counts[tensor.tensor_type.name] += int(tensor.n_elements)
             if tensor.tensor_type not in _type_traits:
                 unknown.add(tensor.tensor_type.name)

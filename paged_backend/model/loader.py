@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError, InvalidRequestError, ModelError
+from paged_backend.model import kept_packed
 from paged_backend.model.classifier import classification_support, is_classifier
 from paged_backend.model.conversion import AVAILABLE, conversion_of
 from paged_backend.model.demo import demo_folder
@@ -94,7 +95,7 @@ class LoadedModel:
     classification: ClassificationSupport | None = None
     """What it says of texts, if it has a head for that; it does nothing else then."""
     is_quantized: bool = False
-    """Whether its layers compute with packed weights, which may round activations too."""
+    """Whether its layers are those of a package, which compute with packed weights and may round activations too."""
     is_encoder: bool = False
     """True: its tokens see what follows them, so that it gives vectors only."""
     ranks: Ranks | None = None
@@ -125,7 +126,7 @@ def load(
             name = os.fspath(model)
             source = _find(name, config)
             loaded = _load_weights(source, name, config, ranks)
-            if config.quantization is not None:
+            if config.quantization in ("int8", "int4"):
                 quantize_linears(loaded, config.quantization, name)
         else:
             raise ModelError(f"model must be a name, a path or a PreTrainedModel, not a {type(model).__name__}")
@@ -174,7 +175,8 @@ def _find(name: str, config: EngineConfig) -> _Source:
         if not path.is_file():
             raise ModelError(f"model={name!r}: there is no such file")
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-        return _Source(str(gguf_folder(path, dtype, config.cache_folder)), is_folder=True)
+        folder = gguf_folder(path, dtype, config.cache_folder, keep_packed=_keeps_packed(config))
+        return _Source(str(folder), is_folder=True)
     if path.is_dir():
         _check_folder(path, name)
         return _Source(str(path), is_folder=True)
@@ -216,10 +218,12 @@ def _load_weights(source: _Source, name: str, config: EngineConfig, ranks: Ranks
     if ranks is not None:
         _check_sharding(model_config, name, config, device, is_converted=conversion is not None or is_quantized)
         ranks.start(RankSetup(0, ranks.num_ranks, 0, device, source.path, options, dtype, name, config))
+    wanted = torch.bfloat16 if isinstance(dtype, str) else dtype
     try:
         if conversion is not None:
-            wanted = torch.bfloat16 if isinstance(dtype, str) else dtype
-            model, report = conversion.load(source.path, options, wanted, name)
+            model, report = conversion.load(source.path, options, wanted, name, keep_packed=_keeps_packed(config))
+        elif source.is_folder and kept_packed.is_kept_packed(Path(source.path)):
+            model, report = kept_packed.load(Path(source.path), model_config, wanted)
         else:
             auto_class = _auto_class(model_config)
             placed = {"device_map": str(device)} if is_quantized and importlib.util.find_spec("accelerate") else {}
@@ -275,6 +279,11 @@ def _check_sharding(
     if keeps_state(model_config):
         raise ConfigError(f"{asked} is not available for {name}, whose layers keep states; leave it at 1")
     check_can_be_sharded(model_config, name, config.tensor_parallel_size, device)
+
+
+def _keeps_packed(config: EngineConfig) -> bool:
+    """Whether there are kernels for weights that a checkpoint has in few bits, and nobody wants them unpacked."""
+    return config.quantization is None and config.tensor_parallel_size == 1 and _device(config.device).type == "cpu"
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
@@ -338,7 +347,7 @@ def _check_passed(model: PreTrainedModel, config: EngineConfig) -> None:
             f"tensor_parallel_size={config.tensor_parallel_size} cannot cut the {kind} that was passed, which is whole "
             "in this process; pass the name of the model or its folder"
         )
-    if config.quantization is not None:
+    if config.quantization in ("int8", "int4"):
         raise ConfigError(
             f"quantization={config.quantization!r} would change the {kind} that was passed; pass the name of the model "
             "or its folder, so that the engine loads its own"

@@ -29,16 +29,24 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class Packing(Protocol):
     """How the integers of a layer become its weight."""
 
+    bits: int
+    """Of the numbers, less their zeros, in most of its checkpoints."""
+
     def unpack(self, read: Mapping[str, Tensor], layer: str) -> Tensor:
         """The weight [out, in], in float32."""
         ...
 
+    def scales(self, read: Mapping[str, Tensor], layer: str) -> Tensor | None:
+        """What its weights are multiples of, [out, groups]; None if the inputs of a group are no neighbours."""
+        ...
+
 
 class Unpacked(Mapping[str, Tensor]):
-    """A checkpoint as if it had never been quantised: a layer's packed tensors are its `weight`, unpacked when read."""
+    """A checkpoint as if it had never been quantised: a layer's packed tensors are its `weight`, unpacked when read, in
+    float32."""
 
-    def __init__(self, packed: Mapping[str, Tensor], packing: Packing, dtype: torch.dtype) -> None:
-        self._packed, self._packing, self._dtype = packed, packing, dtype
+    def __init__(self, packed: Mapping[str, Tensor], packing: Packing) -> None:
+        self._packed, self.packing = packed, packing
         layers = [name.removesuffix("qweight") for name in packed if name.endswith(".qweight")]
         self._layers = {f"{layer}weight": layer for layer in layers}
         dropped = {layer + part for layer in layers for part in ("qweight", "qzeros", "scales", "g_idx")}
@@ -46,7 +54,14 @@ class Unpacked(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         layer = self._layers.get(name)
-        return self._packed[name] if layer is None else self._packing.unpack(self._packed, layer).to(self._dtype)
+        return self._packed[name] if layer is None else self.packing.unpack(self._packed, layer)
+
+    def is_quantized(self, name: str) -> bool:
+        return name in self._layers
+
+    def scales(self, name: str) -> Tensor | None:
+        """See `Packing.scales`."""
+        return self.packing.scales(self._packed, self._layers[name])
 
     def __iter__(self) -> Iterator[str]:
         yield from self._others
@@ -65,7 +80,7 @@ def packing_of(settings: Mapping[str, Any], name: str) -> Packing:
         is_v1 = settings.get("checkpoint_format", "gptq") == "gptq"
         if not is_v1 and settings["checkpoint_format"] != "gptq_v2":
             raise _unsupported(name, f"GPTQ's format {settings['checkpoint_format']!r}", "'gptq' and 'gptq_v2'")
-        return _Gptq(int(bits), zero_offset=int(is_v1))
+        return _Gptq(int(bits), zero_offset=int(is_v1), is_symmetric=bool(settings.get("sym", True)))
     assert method == "awq"
     version = str(settings.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
@@ -74,26 +89,37 @@ def packing_of(settings: Mapping[str, Any], name: str) -> Packing:
 
 
 class _Gptq:
-    def __init__(self, bits: int, *, zero_offset: int) -> None:
+    def __init__(self, bits: int, *, zero_offset: int, is_symmetric: bool) -> None:
         self._bits, self._zero_offset = bits, zero_offset
+        self.bits = 4 if bits < 4 or (bits == 4 and is_symmetric) else 8
 
     def unpack(self, read: Mapping[str, Tensor], layer: str) -> Tensor:
         scales = read[f"{layer}scales"].float()  # [G, out]
         zeros = _numbers(read[f"{layer}qzeros"], self._bits)  # [G, out]
         zeros = (zeros + self._zero_offset) & (2**self._bits - 1)
         integers = _numbers(read[f"{layer}qweight"].T.contiguous(), self._bits)  # [out, in]
-        num_inputs = integers.shape[1]
-        if f"{layer}g_idx" in read:
-            group_of = read[f"{layer}g_idx"].long()  # [in]
-        else:
-            group_of = torch.arange(num_inputs) // (num_inputs // scales.shape[0])
+        group_of = self._group_of(read, layer, integers.shape[1], len(scales))
         weight = integers.float()
         weight -= zeros.float().T[:, group_of]
         weight *= scales.T[:, group_of]
         return weight
 
+    def scales(self, read: Mapping[str, Tensor], layer: str) -> Tensor | None:
+        scales, num_inputs = read[f"{layer}scales"], read[f"{layer}qweight"].shape[0] * 32 // self._bits
+        group_of = self._group_of(read, layer, num_inputs, len(scales))
+        is_in_order = torch.equal(group_of, _neighbours(num_inputs, len(scales)))
+        return scales.T if is_in_order else None
+
+    def _group_of(self, read: Mapping[str, Tensor], layer: str, num_inputs: int, num_groups: int) -> Tensor:
+        """[in]"""
+        if f"{layer}g_idx" in read:
+            return read[f"{layer}g_idx"].long()
+        return _neighbours(num_inputs, num_groups)
+
 
 class _Awq:
+    bits = 8  # since the zeros may be anywhere, 5 are needed
+
     def unpack(self, read: Mapping[str, Tensor], layer: str) -> Tensor:
         scales = read[f"{layer}scales"].float()  # [G, out]
         integers, zeros = (self._numbers(read[layer + part]) for part in ("qweight", "qzeros"))  # [in, out], [G, out]
@@ -103,6 +129,9 @@ class _Awq:
         weight *= scales[:, None]
         unpacked: Tensor = weight.flatten(0, 1).T.contiguous()
         return unpacked
+
+    def scales(self, read: Mapping[str, Tensor], layer: str) -> Tensor | None:
+        return read[f"{layer}scales"].T
 
     def _numbers(self, words: Tensor) -> Tensor:
         numbers = _numbers(words, 4)
@@ -114,6 +143,10 @@ def _numbers(words: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     numbers: Tensor = (words.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)
     return numbers.flatten(1)
+
+
+def _neighbours(num_inputs: int, num_groups: int) -> Tensor:
+    return torch.arange(num_inputs) // (num_inputs // num_groups)
 
 
 def _unsupported(name: str, what: str, known: str) -> ModelError:

@@ -37,7 +37,7 @@ from paged_backend.model.graphs import DecodeGraphs, DecodeInputs, cuda_capture
 from paged_backend.model.inputs import StepInputs, decodes_first, step_inputs
 from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.largest_step import largest_lengths, largest_step, sample_all
-from paged_backend.model.linear import speed_up_linears, unpack_projections
+from paged_backend.model.linear import PackedLinear, speed_up_linears, unpack_projections
 from paged_backend.model.loader import LoadedModel
 from paged_backend.model.lora import AdapterStore, StepAdapters, adapted
 from paged_backend.model.mapped_files import compiler_given_back
@@ -193,7 +193,7 @@ class ModelRunner:
         token_ids = self._tensor(np.array(probe))
         expected = run_whole(model, token_ids) if self._is_sharded else ModelCall(model).plain(token_ids)
         dtype = kv_cache.storage_dtype(config, model.dtype)
-        rounds_inputs = config.quantization is not None or loaded.is_quantized
+        rounds_inputs = loaded.is_quantized or any(isinstance(module, PackedLinear) for module in model.modules())
         coarsest = torch.int8 if rounds_inputs and dtype.itemsize > 1 else dtype
         check = functools.partial(
             check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ class TensorFiles(Mapping[str, Tensor]):
     Pickled files are read without running code from them. Raises ModelError if there are no files, or unknown ones.
     """
 
-    def __init__(self, source: str, options: Mapping[str, Any]) -> None:
-        """`source` is a folder or a hub id, `options` what transformers' functions need to find it."""
+    def __init__(self, source: str, options: Mapping[str, Any], *, names: Sequence[str] = _NAMES) -> None:
+        """`source` is a folder or a hub id, `options` what transformers' functions need to find it. Of `names` the
+        first one that is there is read, whole or in parts."""
+        self._names = names
         self._where = {name: value for name, value in options.items() if name != "trust_remote_code"}
         self._file_of: dict[str, Any] = {}
         for path in self._paths(source):
@@ -42,7 +44,7 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._file_of)
 
     def _paths(self, source: str) -> list[Path]:
-        for name in _NAMES:
+        for name in self._names:
             if (path := self._find(source, name)) is not None:
                 return [path]
             if (index := self._find(source, f"{name}.index.json")) is not None:
@@ -51,7 +53,7 @@ class TensorFiles(Mapping[str, Tensor]):
                 if None in paths:
                     raise ModelError(f"model={source!r} lacks {names[paths.index(None)]}, which its index names")
                 return [path for path in paths if path is not None]
-        raise ModelError(f"model={source!r} has neither {' nor '.join(_NAMES)}, whole or in parts")
+        raise ModelError(f"model={source!r} has neither {' nor '.join(self._names)}, whole or in parts")
 
     def _find(self, source: str, name: str) -> Path | None:
         path = cached_file(
