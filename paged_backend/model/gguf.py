@@ -120,7 +120,7 @@ def convert(gguf_file: Path, folder: Path, dtype: str, *, what: str, extra: str,
         raise
     except Exception as error:  # whatever reading a broken or unknown file raises
         raise ModelError(f"{what} cannot be converted: {error}") from error
-    if keep_packed:
+    if keep_packed and types:
         _save_packed(gguf_file, model, folder, getattr(torch, dtype))
     else:
         model.save_pretrained(folder)
