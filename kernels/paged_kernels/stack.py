@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_kernels import cpu, fused, gemm, packed
-from paged_kernels.compiled import TYPES, array_at, array_of, compile_kernel, set_num_threads
-from paged_kernels.native import address_of, call
+from paged_kernels.compiled import TYPES, array_of, set_num_threads
+from paged_kernels.native import address_of
 from paged_kernels.packing import PackedWeight
-from paged_kernels.vector import pointer
-
-# The table has a row for each layer, of addresses and of the last two.
-_ATTENTION_NORM, _Q_NORM, _K_NORM, _MLP_NORM, _KEYS, _VALUES, _KEY_SCALES, _VALUE_SCALES = range(8)
-_QKV, _OUTPUT, _GATE_UP, _DOWN = range(8, 20, 3)  # weights, scales, bias
-_WINDOW, _CHUNK = 20, 21
+from paged_kernels.stack_steps import Buffers, Kernels, Likes, Operation, Options, Sizes, run_layers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -146,75 +140,6 @@ class StepPlaces(Protocol):
     def seq_lens(self) -> Tensor: ...
 
 
-class _Kernels(NamedTuple):
-    """Their addresses."""
-
-    norm: int
-    norm_many: int
-    rotate: int
-    rotate_many: int
-    gate: int
-    gate_many: int
-    store: int
-    attend: int
-    attend_items: int
-    multiply: int
-    multiply_part: int
-
-
-class _Likes(NamedTuple):
-    """Empty arrays, for their types."""
-
-    x: NDArray[Any]
-    norm: NDArray[Any]
-    angle: NDArray[Any]
-    cache: NDArray[Any]
-    numbers: NDArray[Any]
-    units: NDArray[Any]
-
-
-class _Sizes(NamedTuple):
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head: int
-    value_head: int
-    blocks: tuple[int, int, int]
-    """Of the KV cache, heads in a block, slots in a head."""
-    scale_blocks: tuple[int, int, int]
-    """Likewise, of its scales; zeros if there are none."""
-
-
-class _Options(NamedTuple):
-    eps: float
-    gate_a: float
-    gate_b: float
-    num_threads: int
-
-
-class _Operation(NamedTuple):
-    """A product with one of the matrices."""
-
-    sizes: Any
-    rounding: Any
-    least: int
-    """Work that is worth threads."""
-
-
-class _Buffers(NamedTuple):
-    """Addresses of what is computed: T rows each, of those kept R."""
-
-    residual: int
-    normed: int
-    qkv: int
-    heads: int
-    hidden: int
-    gate_up: int
-    gated: int
-    kept_heads: int
-    kept_residual: int
-
-
 class LayerStack:
     """Layers that have the same sizes and types.
 
@@ -236,7 +161,7 @@ class LayerStack:
         self._table = np.array([_row(*pair) for pair in pairs], np.int64)
         self._factors = np.array([(of_layer.scale, of_layer.softcap or 0.0) for of_layer in attention], np.float64)
         self._operations = tuple(map(_operation, self._layers[0].matrices))
-        self._kernels: _Kernels | None = None
+        self._kernels: Kernels | None = None
 
     @staticmethod
     def can_hold(layers: Sequence[LayerWeights]) -> bool:
@@ -261,35 +186,35 @@ class LayerStack:
         if self._kernels is None:
             self._kernels = self._find_kernels(x, cos, places)
         scales = self._attention[0].key_scales
-        _run(
+        run_layers(
             self._kernels,
             layer.qkv.types(x),
             self._likes(x, cos),
             None if scales is None else TYPES[scales.dtype],
             self._sizes(width),
             self._operations,
-            _Options(self._options.eps, *fused.GATES[self._options.activation], set_num_threads()),
+            Options(self._options.eps, *fused.GATES[self._options.activation], set_num_threads()),
             self._table,
             self._factors,
-            _Buffers(*(buffer.data_ptr() for buffer in buffers)),
+            Buffers(*(buffer.data_ptr() for buffer in buffers)),
             (cos.data_ptr(), sin.data_ptr(), self._last_norm.data_ptr()),
             _arrays(places),
             keep.numpy(),
         )
         return buffers[1][:num_kept]
 
-    def _likes(self, x: Tensor, cos: Tensor) -> _Likes:
+    def _likes(self, x: Tensor, cos: Tensor) -> Likes:
         keys = self._attention[0].keys
         arrays = TYPES[x.dtype], TYPES[self._last_norm.dtype], TYPES[cos.dtype], _empty(keys)
-        return _Likes(*arrays, *cpu.tile_types(x, keys))
+        return Likes(*arrays, *cpu.tile_types(x, keys))
 
-    def _sizes(self, width: int) -> _Sizes:
+    def _sizes(self, width: int) -> Sizes:
         options, (keys, values, scales, _) = self._options, self._attention[0].tensors
         heads = options.num_heads, options.num_kv_heads, options.head_size, values.shape[3]
         blocks = (keys.shape[0], keys.shape[1], keys.shape[2])
-        return _Sizes(width, *heads, blocks, (0, 0, 0) if scales is None else blocks)
+        return Sizes(width, *heads, blocks, (0, 0, 0) if scales is None else blocks)
 
-    def _find_kernels(self, x: Tensor, cos: Tensor, places: StepPlaces) -> _Kernels:
+    def _find_kernels(self, x: Tensor, cos: Tensor, places: StepPlaces) -> Kernels:
         """Those for arguments of these types."""
         like, norm_like, angle_like, _, *tile_types = self._likes(x, cos)
         tensors, qkv = self._attention[0].tensors, self._layers[0].qkv
@@ -302,7 +227,7 @@ class LayerStack:
         stores = cpu.store if tensors[2] is None else cpu.quantize
         stored = (keys, slots) if tensors[2] is None else (keys, scales[0], slots)
         multiply = packed.multiply if isinstance(qkv.weight, PackedWeight) else gemm.multiply
-        return _Kernels(
+        return Kernels(
             address_of(fused.norm_rows, *norm),
             address_of(fused.norm_all_rows, *norm),
             address_of(fused.rotate_tokens, *rotation),
@@ -332,11 +257,11 @@ def _ready(layer: LayerWeights) -> LayerWeights:
     return dataclasses.replace(layer, qkv=qkv, output=output, gate_up=gate_up, down=down)
 
 
-def _operation(matrix: Matrix) -> _Operation:
+def _operation(matrix: Matrix) -> Operation:
     *_, sizes, rounding = matrix.arguments()
     weight = matrix.weight
     least = packed.SERIAL_COST[weight.bits] if isinstance(weight, PackedWeight) else gemm.SERIAL_COST
-    return _Operation(sizes, rounding, least)
+    return Operation(sizes, rounding, least)
 
 
 def _row(layer: LayerWeights, attention: AttentionOfLayer) -> list[int]:
@@ -351,192 +276,3 @@ def _row(layer: LayerWeights, attention: AttentionOfLayer) -> list[int]:
 def _empty(like: Tensor, num_dimensions: int = 1) -> NDArray[Any]:
     """An array of no numbers, of a tensor's type."""
     return array_of(torch.empty((0,) * num_dimensions, dtype=like.dtype))
-
-
-@compile_kernel
-def _run(
-    kernels: _Kernels,
-    types: Any,
-    likes: _Likes,
-    scales_like: NDArray[Any] | None,
-    sizes: _Sizes,
-    operations: tuple[_Operation, ...],
-    options: _Options,
-    table: NDArray[np.int64],
-    factors: NDArray[np.float64],
-    buffers: _Buffers,
-    others: tuple[int, int, int],
-    places: tuple[NDArray[Any], ...],
-    keep: NDArray[np.int64],
-) -> None:
-    qkv, output, gate_up, down = operations
-    cos, sin, last_norm = others
-    residual, num_rows = buffers.residual, len(places[0])
-    for i in range(len(table)):
-        layer = table[i]
-        _norm(kernels, likes, sizes, options, residual, buffers, layer[_ATTENTION_NORM], i > 0, num_rows)
-        _multiply(kernels, types, options, buffers.normed, layer, _QKV, qkv, buffers.qkv, num_rows)
-        _norm_heads(kernels, likes, sizes, options, buffers.qkv, layer, num_rows)
-        _rotate(kernels, likes, sizes, options, buffers.qkv, cos, sin, num_rows)
-        _store(kernels, likes, scales_like, sizes, buffers.qkv, layer, places[0])
-        _attend(kernels, likes, sizes, options, buffers, layer, factors[i], places)
-        heads = buffers.heads
-        if i == len(table) - 1:
-            _keep(likes.x, heads, buffers.kept_heads, sizes.num_heads * sizes.value_head, keep)
-            _keep(likes.x, residual, buffers.kept_residual, sizes.hidden, keep)
-            heads, residual, num_rows = buffers.kept_heads, buffers.kept_residual, len(keep)
-        _multiply(kernels, types, options, heads, layer, _OUTPUT, output, buffers.hidden, num_rows)
-        _norm(kernels, likes, sizes, options, residual, buffers, layer[_MLP_NORM], True, num_rows)
-        _multiply(kernels, types, options, buffers.normed, layer, _GATE_UP, gate_up, buffers.gate_up, num_rows)
-        _gate(kernels, likes, options, buffers, down.sizes[1], num_rows)
-        _multiply(kernels, types, options, buffers.gated, layer, _DOWN, down, buffers.hidden, num_rows)
-    _norm(kernels, likes, sizes, options, residual, buffers, last_norm, True, num_rows)
-
-
-@compile_kernel
-def _norm(
-    kernels: _Kernels,
-    likes: _Likes,
-    sizes: _Sizes,
-    options: _Options,
-    residual: int,
-    buffers: _Buffers,
-    weight: int,
-    adds: bool,
-    num_rows: int,
-) -> None:
-    rows = (likes.x, buffers.hidden, residual, buffers.normed)
-    args = (*rows, likes.norm, weight, sizes.hidden, options.eps, 0.0, adds)
-    if num_rows * sizes.hidden < fused.SERIAL_COST:
-        call(kernels.norm, (*args, 0, num_rows))
-    else:
-        call(kernels.norm_many, (*args, num_rows, options.num_threads))
-
-
-@compile_kernel
-def _multiply(
-    kernels: _Kernels,
-    types: Any,
-    options: _Options,
-    x: int,
-    layer: NDArray[np.int64],
-    column: int,
-    operation: _Operation,
-    out: int,
-    num_rows: int,
-) -> None:
-    sizes = operation.sizes
-    work = num_rows * sizes[0] * sizes[1]
-    num_threads = 1 if work < operation.least else options.num_threads
-    matrix = (layer[column], layer[column + 1], layer[column + 2], sizes, operation.rounding)
-    call(kernels.multiply, (kernels.multiply_part, types, x, sizes[1], matrix, out, num_rows, num_threads))
-
-
-@compile_kernel
-def _norm_heads(
-    kernels: _Kernels,
-    likes: _Likes,
-    sizes: _Sizes,
-    options: _Options,
-    qkv: int,
-    layer: NDArray[np.int64],
-    num_tokens: int,
-) -> None:
-    """Each head of queries and keys, in place, in models that do so."""
-    token_size = sizes.num_heads * sizes.head + sizes.num_kv_heads * (sizes.head + sizes.value_head)
-    for column, first, num_heads in ((_Q_NORM, 0, sizes.num_heads), (_K_NORM, sizes.num_heads, sizes.num_kv_heads)):
-        if layer[column] != 0:
-            for t in range(num_tokens):
-                rows = qkv + (t * token_size + first * sizes.head) * likes.x.itemsize
-                like_and_rows = (likes.x, rows, rows, rows)
-                args = (*like_and_rows, likes.norm, layer[column], sizes.head, options.eps, 0.0, False)
-                call(kernels.norm, (*args, 0, num_heads))
-
-
-@compile_kernel
-def _rotate(
-    kernels: _Kernels,
-    likes: _Likes,
-    sizes: _Sizes,
-    options: _Options,
-    qkv: int,
-    cos: int,
-    sin: int,
-    num_tokens: int,
-) -> None:
-    num_heads, num_kv_heads, size = sizes.num_heads, sizes.num_kv_heads, sizes.head
-    token_size = num_heads * size + num_kv_heads * (size + sizes.value_head)
-    query = (qkv, token_size, size, num_heads)
-    key = (qkv + num_heads * size * likes.x.itemsize, token_size, size, num_kv_heads)
-    args = (likes.x, query, key, likes.angle, (cos, sin, size), False)
-    if num_tokens * (num_heads + num_kv_heads) * size < fused.SERIAL_COST:
-        call(kernels.rotate, (*args, 0, num_tokens))
-    else:
-        call(kernels.rotate_many, (*args, num_tokens, options.num_threads))
-
-
-@compile_kernel
-def _store(
-    kernels: _Kernels,
-    likes: _Likes,
-    scales_like: NDArray[Any] | None,
-    sizes: _Sizes,
-    qkv: int,
-    layer: NDArray[np.int64],
-    slots: NDArray[np.int64],
-) -> None:
-    token_size = sizes.num_heads * sizes.head + sizes.num_kv_heads * (sizes.head + sizes.value_head)
-    length = (len(slots) - 1) * token_size
-    first = sizes.num_heads * sizes.head
-    for is_value in range(2):
-        size = sizes.value_head if is_value else sizes.head
-        rows = array_at(qkv, first, length + sizes.num_kv_heads * size, likes.x)
-        cache = numba.carray(pointer(layer[_KEYS + is_value], likes.cache), (*sizes.blocks, size))
-        if scales_like is None:
-            call(kernels.store, (rows, token_size, size, cache, slots))
-        else:
-            scales = numba.carray(pointer(layer[_KEY_SCALES + is_value], scales_like), sizes.scale_blocks)
-            call(kernels.store, (rows, token_size, size, cache, scales, slots))
-        first += sizes.num_kv_heads * sizes.head
-
-
-@compile_kernel
-def _attend(
-    kernels: _Kernels,
-    likes: _Likes,
-    sizes: _Sizes,
-    options: _Options,
-    buffers: _Buffers,
-    layer: NDArray[np.int64],
-    factors: NDArray[np.float64],
-    places: tuple[NDArray[Any], ...],
-) -> None:
-    slots, tables, starts, lengths = places
-    num_tokens, size = len(slots), sizes.head
-    token_size = sizes.num_heads * size + sizes.num_kv_heads * (size + sizes.value_head)
-    query = array_at(buffers.qkv, 0, (num_tokens - 1) * token_size + sizes.num_heads * size, likes.x)
-    keys = numba.carray(pointer(layer[_KEYS], likes.cache), (*sizes.blocks, size))
-    values = numba.carray(pointer(layer[_VALUES], likes.cache), (*sizes.blocks, sizes.value_head))
-    key_scales = numba.carray(pointer(layer[_KEY_SCALES], cpu.NO_SCALES), sizes.scale_blocks)
-    value_scales = numba.carray(pointer(layer[_VALUE_SCALES], cpu.NO_SCALES), sizes.scale_blocks)
-    out = numba.carray(pointer(buffers.heads, likes.x), (num_tokens, sizes.num_heads, sizes.value_head))
-    batch = (query, token_size, size, keys, values, key_scales, value_scales, tables, starts, lengths, out)
-    likes_of_tiles = (likes.numbers, likes.units)
-    visible = (factors[0], layer[_WINDOW], layer[_CHUNK], factors[1])
-    nothing = (cpu.NO_HEADS, cpu.NO_HEADS)
-    call(kernels.attend, (kernels.attend_items, *batch, *likes_of_tiles, *visible, *nothing, options.num_threads))
-
-
-@compile_kernel
-def _gate(kernels: _Kernels, likes: _Likes, options: _Options, buffers: _Buffers, width: int, num_rows: int) -> None:
-    args = (likes.x, buffers.gate_up, buffers.gated, width, options.gate_a, options.gate_b)
-    if 2 * num_rows * width < fused.SERIAL_COST:
-        call(kernels.gate, (*args, 0, num_rows))
-    else:
-        call(kernels.gate_many, (*args, num_rows, options.num_threads))
-
-
-@compile_kernel
-def _keep(like: NDArray[Any], source: int, target: int, width: int, rows: NDArray[np.int64]) -> None:
-    for i in range(len(rows)):
-        array_at(target, i * width, width, like)[:] = array_at(source, rows[i] * width, width, like)

@@ -118,9 +118,7 @@ class Engine:
         scheduled = self._scheduler.schedule()
         assert scheduled.scheduled, "sequences wait, but none of them could be scheduled"
         try:
-            logits = self._execute(scheduled)
-            if logits is None:
-                return outputs
+            logits = self._runner.execute(scheduled)
             self._collect_prompt_logprobs(scheduled, logits)
             advanced = self._scheduler.advance(scheduled)
             sampled, beams = list[SampledSequence](), list[SampledSequence]()
@@ -135,6 +133,8 @@ class Engine:
                 sampled = self._scheduler.accept(sampled)
         except EngineDeadError:
             raise
+        except OutOfDeviceMemoryError as error:  # which only the runner raises, before anything has advanced
+            return outputs + self._without_memory(scheduled, error)
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(scheduled.scheduled))
             return outputs + self._fail_step(scheduled, error)
@@ -157,19 +157,17 @@ class Engine:
     def kv_map(self, max_cells: int) -> KVMap:
         return kv_map(self._scheduler, self.stats(), max_cells)
 
-    def _execute(self, scheduled: SchedulerOutput) -> Any:
-        """The step's logits; None if it is to be scheduled anew, with fewer tokens."""
-        try:
-            return self._runner.execute(scheduled)
-        except OutOfDeviceMemoryError as error:
-            num_tokens = scheduled.num_tokens
-            if not self._scheduler.retry_with_less(scheduled):
-                raise EngineError(
-                    f"the device has no memory left even for a step of {num_tokens} token ({error}); lower "
-                    "kv_cache_memory or gpu_memory_utilization, or free memory that others have taken on it"
-                ) from error
+    def _without_memory(self, scheduled: SchedulerOutput, error: OutOfDeviceMemoryError) -> list[EngineOutput]:
+        """The step is to be scheduled anew, with fewer tokens, unless it had one only."""
+        num_tokens = scheduled.num_tokens
+        if self._scheduler.retry_with_less(scheduled):
             logger.warning("no memory for a step of %d tokens, trying again with half of them: %s", num_tokens, error)
-            return None
+            return []
+        reason = EngineError(
+            f"the device has no memory left even for a step of {num_tokens} token ({error}); lower kv_cache_memory or "
+            "gpu_memory_utilization, or free memory that others have taken on it"
+        )
+        return self._fail_step(scheduled, reason)
 
     def _expire(self) -> list[EngineOutput]:
         now = time.monotonic()
