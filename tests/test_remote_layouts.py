@@ -328,7 +328,8 @@ def test_it_is_served(name: str, tmp_path: Path) -> None:
     assert output.outputs[0].token_ids == right[-1:]
 
 
-def test_a_member_that_is_quantised_is_unpacked_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("quantization", "tolerance"), [("unpacked", 1e-3), (None, 0.05)])  # 8-bit inputs
+def test_a_member_may_be_quantised(quantization: str | None, tolerance: float, tmp_path: Path) -> None:
     weights = random_weights(QWEN)
     stored = dict(weights)
     for seed, name in enumerate(sorted(weights)):
@@ -340,9 +341,10 @@ def test_a_member_that_is_quantised_is_unpacked_first(tmp_path: Path) -> None:
             del stored[name]
             stored |= {layer + part: tensor for part, tensor in packed.items()}
     settings = QWEN.settings | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": GROUP}}
-    model = load(save(tmp_path, settings, stored), None, EngineConfig(device="cpu", dtype="float32")).model
+    config = EngineConfig(device="cpu", dtype="float32", quantization=quantization)
+    model = load(save(tmp_path, settings, stored), None, config).model
     actual = model(torch.tensor([IDS])).logits[0]
-    torch.testing.assert_close(actual, qwen_logits(weights, settings), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(actual, qwen_logits(weights, settings), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -45,6 +46,11 @@ def expected(model: Any, prompt: list[int], continuation: list[int]) -> tuple[li
     return log_probs.tolist(), logits.argmax(-1).tolist() == continuation
 
 
+def take_time(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.003)
+    return logits
+
+
 def check(score: ScoreOutput, model: Any, prompt: list[int], continuation: list[int]) -> None:
     logprobs, is_greedy = expected(model, prompt, continuation)
     assert score.token_ids == tuple(continuation) and score.num_tokens == len(continuation)
@@ -60,7 +66,10 @@ def test_scores_are_the_models_log_probabilities_in_every_setting(architecture: 
     continuations = [[random_ids(length, seed=10 * length) for length in (1, 3, 12)] for _ in prompts]
     for name, settings in SETTINGS.items():
         with make_llm(model, **settings) as llm:
-            others = [llm.submit(random_ids(6, seed=9), SamplingParams(max_tokens=30, temperature=0)) for _ in range(2)]
+            slow = SamplingParams(max_tokens=30, temperature=0, logits_processors=[take_time])
+            others = [
+                llm.submit(random_ids(6, seed=9), slow) for _ in range(2)
+            ]  # which still run when scores are asked
             for _ in range(2):
                 scores = llm.score(prompts, continuations)
                 for prompt, its_continuations, row in zip(prompts, continuations, scores, strict=True):
