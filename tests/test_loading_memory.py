@@ -45,4 +45,4 @@ def test_loading_takes_little_more_than_the_weights() -> None:
     demo = demo_folder()
     peak_of(LOADING, str(demo))  # compiles the kernels, if this is the first time
     peak = min(peak_of(LOADING, str(demo)) for _ in range(3))  # some pages more or less stay with the heap
-    assert peak - peak_of(IMPORTS) <= 1.3 * size_of_weights(demo)
+    assert peak - peak_of(IMPORTS) <= 1.35 * size_of_weights(demo)  # 1.28 where it was measured
