@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import paged_kernels
+from helpers_draws import FILTERS
 from paged_kernels import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,21 +35,6 @@ def draw(
     filters += [torch.full((len(logits),), top_k), torch.full((len(logits),), top_p, dtype=torch.float64)]
     tokens: list[int] = by.draw(logits, *filters, torch.tensor(shares, dtype=torch.float64)).tolist()
     return tokens
-
-
-FILTERS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.0},
-    {"temperature": 0.3},
-    {"top_k": 1},
-    {"top_k": 50},
-    {"top_k": 900},
-    {"min_p": 0.02},
-    {"top_p": 0.5},
-    {"top_p": 0.999, "temperature": 2.0},
-    {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
-    {"temperature": 1.5, "min_p": 0.01, "top_k": 300, "top_p": 0.9},
-]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

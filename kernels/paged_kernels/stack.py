@@ -7,7 +7,8 @@ them take a few microseconds, which is what calling one from Python takes as wel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -160,15 +161,14 @@ class LayerStack:
         pairs = zip(self._layers, self._attention, strict=True)
         self._table = np.array([_row(*pair) for pair in pairs], np.int64)
         self._factors = np.array([(of_layer.scale, of_layer.softcap or 0.0) for of_layer in attention], np.float64)
-        self._operations = tuple(map(_operation, self._layers[0].matrices))
-        self._kernels: Kernels | None = None
+        self._run: Callable[..., None] | None = None
+        """`run_layers` with what is the same in all steps."""
 
     @staticmethod
     def can_hold(layers: Sequence[LayerWeights]) -> bool:
-        """Whether they are alike, and all their matrices in bfloat16, or packed in one way."""
+        """Whether they are alike, and all their matrices of one type or packed in one way."""
         precisions = {matrix.precision for matrix in layers[0].matrices}
-        is_one_kind = len({layer.kind for layer in layers}) == len(precisions) == 1
-        return is_one_kind and (torch.float32,) not in precisions
+        return len({layer.kind for layer in layers}) == len(precisions) == 1
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, places: StepPlaces, keep: Tensor) -> Tensor:
         """The last hidden states, normalised, [R, E], of the rows `keep` [R]; `x` [T, E] is overwritten.
@@ -183,16 +183,9 @@ class LayerStack:
         shapes += [(num_tokens, width), (num_tokens, layer.gate_up.weight.shape[0])]
         shapes += [(num_tokens, layer.down.weight.shape[1]), (num_kept, num_numbers), (num_kept, width)]
         buffers = [x, *(x.new_empty(shape) for shape in shapes)]
-        if self._kernels is None:
-            self._kernels = self._find_kernels(x, cos, places)
-        scales = self._attention[0].key_scales
-        run_layers(
-            self._kernels,
-            layer.qkv.types(x),
-            self._likes(x, cos),
-            None if scales is None else TYPES[scales.dtype],
-            self._sizes(width),
-            self._operations,
+        if self._run is None:
+            self._run = self._prepared(x, cos, places)
+        self._run(
             Options(self._options.eps, *fused.GATES[self._options.activation], set_num_threads()),
             self._table,
             self._factors,
@@ -203,6 +196,19 @@ class LayerStack:
         )
         return buffers[1][:num_kept]
 
+    def _prepared(self, x: Tensor, cos: Tensor, places: StepPlaces) -> Callable[..., None]:
+        """`run_layers` for steps with arguments of these types."""
+        scales = self._attention[0].key_scales
+        return functools.partial(
+            run_layers,
+            self._find_kernels(x, cos, places),
+            self._layers[0].qkv.types(x),
+            self._likes(x, cos),
+            None if scales is None else TYPES[scales.dtype],
+            self._sizes(x.shape[1]),
+            tuple(map(_operation, self._layers[0].matrices)),
+        )
+
     def _likes(self, x: Tensor, cos: Tensor) -> Likes:
         keys = self._attention[0].keys
         arrays = TYPES[x.dtype], TYPES[self._last_norm.dtype], TYPES[cos.dtype], _empty(keys)
@@ -212,7 +218,8 @@ class LayerStack:
         options, (keys, values, scales, _) = self._options, self._attention[0].tensors
         heads = options.num_heads, options.num_kv_heads, options.head_size, values.shape[3]
         blocks = (keys.shape[0], keys.shape[1], keys.shape[2])
-        return Sizes(width, *heads, blocks, (0, 0, 0) if scales is None else blocks)
+        token = self._layers[0].qkv.weight.shape[0]
+        return Sizes(width, token, *heads, blocks, (0, 0, 0) if scales is None else blocks)
 
     def _find_kernels(self, x: Tensor, cos: Tensor, places: StepPlaces) -> Kernels:
         """Those for arguments of these types."""

@@ -51,6 +51,8 @@ class Likes(NamedTuple):
 
 class Sizes(NamedTuple):
     hidden: int
+    token: int
+    """Of its queries, keys and values."""
     num_heads: int
     num_kv_heads: int
     head: int
@@ -181,11 +183,10 @@ def _norm_heads(
     num_tokens: int,
 ) -> None:
     """Each head of queries and keys, in place, in models that do so."""
-    token_size = sizes.num_heads * sizes.head + sizes.num_kv_heads * (sizes.head + sizes.value_head)
     for column, first, num_heads in ((_Q_NORM, 0, sizes.num_heads), (_K_NORM, sizes.num_heads, sizes.num_kv_heads)):
         if layer[column] != 0:
             for t in range(num_tokens):
-                rows = qkv + (t * token_size + first * sizes.head) * likes.x.itemsize
+                rows = qkv + (t * sizes.token + first * sizes.head) * likes.x.itemsize
                 like_and_rows = (likes.x, rows, rows, rows)
                 args = (*like_and_rows, likes.norm, layer[column], sizes.head, options.eps, 0.0, False)
                 call(kernels.norm, (*args, 0, num_heads))
@@ -203,9 +204,8 @@ def _rotate(
     num_tokens: int,
 ) -> None:
     num_heads, num_kv_heads, size = sizes.num_heads, sizes.num_kv_heads, sizes.head
-    token_size = num_heads * size + num_kv_heads * (size + sizes.value_head)
-    query = (qkv, token_size, size, num_heads)
-    key = (qkv + num_heads * size * likes.x.itemsize, token_size, size, num_kv_heads)
+    query = (qkv, sizes.token, size, num_heads)
+    key = (qkv + num_heads * size * likes.x.itemsize, sizes.token, size, num_kv_heads)
     args = (likes.x, query, key, likes.angle, (cos, sin, size), False)
     if num_tokens * (num_heads + num_kv_heads) * size < fused.SERIAL_COST:
         call(kernels.rotate, (*args, 0, num_tokens))
@@ -223,18 +223,17 @@ def _store(
     layer: NDArray[np.int64],
     slots: NDArray[np.int64],
 ) -> None:
-    token_size = sizes.num_heads * sizes.head + sizes.num_kv_heads * (sizes.head + sizes.value_head)
-    length = (len(slots) - 1) * token_size
+    length = (len(slots) - 1) * sizes.token
     first = sizes.num_heads * sizes.head
     for is_value in range(2):
         size = sizes.value_head if is_value else sizes.head
         rows = array_at(qkv, first, length + sizes.num_kv_heads * size, likes.x)
         cache = numba.carray(pointer(layer[_KEYS + is_value], likes.cache), (*sizes.blocks, size))
         if scales_like is None:
-            call(kernels.store, (rows, token_size, size, cache, slots))
+            call(kernels.store, (rows, sizes.token, size, cache, slots))
         else:
             scales = numba.carray(pointer(layer[_KEY_SCALES + is_value], scales_like), sizes.scale_blocks)
-            call(kernels.store, (rows, token_size, size, cache, scales, slots))
+            call(kernels.store, (rows, sizes.token, size, cache, scales, slots))
         first += sizes.num_kv_heads * sizes.head
 
 
@@ -251,14 +250,13 @@ def _attend(
 ) -> None:
     slots, tables, starts, lengths = places
     num_tokens, size = len(slots), sizes.head
-    token_size = sizes.num_heads * size + sizes.num_kv_heads * (size + sizes.value_head)
-    query = array_at(buffers.qkv, 0, (num_tokens - 1) * token_size + sizes.num_heads * size, likes.x)
+    query = array_at(buffers.qkv, 0, (num_tokens - 1) * sizes.token + sizes.num_heads * size, likes.x)
     keys = numba.carray(pointer(layer[_KEYS], likes.cache), (*sizes.blocks, size))
     values = numba.carray(pointer(layer[_VALUES], likes.cache), (*sizes.blocks, sizes.value_head))
     key_scales = numba.carray(pointer(layer[_KEY_SCALES], cpu.NO_SCALES), sizes.scale_blocks)
     value_scales = numba.carray(pointer(layer[_VALUE_SCALES], cpu.NO_SCALES), sizes.scale_blocks)
     out = numba.carray(pointer(buffers.heads, likes.x), (num_tokens, sizes.num_heads, sizes.value_head))
-    batch = (query, token_size, size, keys, values, key_scales, value_scales, tables, starts, lengths, out)
+    batch = (query, sizes.token, size, keys, values, key_scales, value_scales, tables, starts, lengths, out)
     likes_of_tiles = (likes.numbers, likes.units)
     visible = (factors[0], layer[_WINDOW], layer[_CHUNK], factors[1])
     nothing = (cpu.NO_HEADS, cpu.NO_HEADS)

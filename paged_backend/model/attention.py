@@ -94,9 +94,17 @@ class AttentionMetadata:
     """[S + 1] int32: where each sequence's tokens begin in the pack."""
     seq_lens: Tensor
     """[S] int32: tokens of each sequence so far, those of this step included."""
-    shape: BatchShape
-    host: HostBatch | None = None
-    """None where a graph is captured, which knows no requests."""
+    batch: HostBatch | BatchShape
+    """Only its shape where a graph is captured, which knows no requests."""
+
+    @property
+    def shape(self) -> BatchShape:
+        return self.batch if isinstance(self.batch, BatchShape) else self.batch.shape
+
+    @property
+    def host(self) -> HostBatch:
+        assert isinstance(self.batch, HostBatch)
+        return self.batch
 
     @classmethod
     def of(cls, slot_mapping: npt.NDArray[np.int64], host: HostBatch, device: torch.device) -> Self:
@@ -104,7 +112,7 @@ class AttentionMetadata:
             return torch.from_numpy(array).to(device, non_blocking=True)
 
         tables, starts, lengths = map(on_device, host)
-        return cls(on_device(slot_mapping), tables, starts, lengths, host.shape, host)
+        return cls(on_device(slot_mapping), tables, starts, lengths, host)
 
 
 class AttentionLayers(Protocol):

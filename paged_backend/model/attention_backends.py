@@ -62,10 +62,13 @@ class AttentionBackend(Protocol):
     """Made once for a model."""
 
     name: ClassVar[str]
-    is_capturable: ClassVar[bool]
+    is_capturable: ClassVar[bool] = False
     """Whether a CUDA graph may replay its calls for other requests of the same `BatchShape`."""
-    puts_decodes_first: ClassVar[bool]
+    puts_decodes_first: ClassVar[bool] = False
     """Whether steps are faster with the sequences that compute one token before all others."""
+
+    def __init__(self, needs: Needs) -> None:
+        pass
 
     @classmethod
     def lacks(cls, needs: Needs) -> list[str]:
@@ -101,15 +104,10 @@ class _KernelStep:
         )
 
 
-class CpuAttention:
+class CpuAttention(AttentionBackend):
     """Our kernels for CPUs."""
 
     name: ClassVar[str] = "cpu"
-    is_capturable: ClassVar[bool] = False
-    puts_decodes_first: ClassVar[bool] = False
-
-    def __init__(self, needs: Needs) -> None:
-        pass
 
     @classmethod
     def lacks(cls, needs: Needs) -> list[str]:
@@ -120,15 +118,10 @@ class CpuAttention:
         return _KernelStep(metadata, paged_kernels.store_kv, paged_kernels.paged_attention)
 
 
-class TorchAttention:
+class TorchAttention(AttentionBackend):
     """The definition, in plain torch: slow, and right on every device."""
 
     name: ClassVar[str] = "torch"
-    is_capturable: ClassVar[bool] = False
-    puts_decodes_first: ClassVar[bool] = False
-
-    def __init__(self, needs: Needs) -> None:
-        pass
 
     @classmethod
     def lacks(cls, needs: Needs) -> list[str]:
@@ -138,7 +131,7 @@ class TorchAttention:
         return _KernelStep(metadata, reference.store_kv, reference.paged_attention)
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """Our kernels for GPUs of NVIDIA and AMD."""
 
     name: ClassVar[str] = "triton"
@@ -181,12 +174,10 @@ class _LibraryStep:
         paged_kernels.store_kv(key, value, cache.keys, cache.values, self._metadata.slot_mapping, **cache.scales)
 
 
-class FlashAttention:
+class FlashAttention(AttentionBackend):
     """flash_attn_varlen_func of the package flash-attn, version 2."""
 
     name: ClassVar[str] = "flash_attn"
-    is_capturable: ClassVar[bool] = False
-    puts_decodes_first: ClassVar[bool] = False
 
     def __init__(self, needs: Needs) -> None:
         self._function: Any = importlib.import_module("flash_attn").flash_attn_varlen_func
@@ -205,7 +196,7 @@ class FlashAttention:
 class _FlashStep(_LibraryStep):
     def __init__(self, metadata: AttentionMetadata, function: Callable[..., Tensor]) -> None:
         super().__init__(metadata)
-        self._function = function
+        self._function, self._shape = function, metadata.shape
         starts = metadata.seq_lens.cumsum(0, dtype=torch.int32)
         self._key_starts = torch.nn.functional.pad(starts, (1, 0))
         """[S + 1]: where each sequence's keys would begin in a pack of them."""
@@ -218,8 +209,8 @@ class _FlashStep(_LibraryStep):
             cache.values.transpose(1, 2),
             cu_seqlens_q=metadata.query_start_loc,
             cu_seqlens_k=self._key_starts,
-            max_seqlen_q=metadata.shape.max_query_len,
-            max_seqlen_k=metadata.shape.max_seq_len,
+            max_seqlen_q=self._shape.max_query_len,
+            max_seqlen_k=self._shape.max_seq_len,
             softmax_scale=spec.scale,
             causal=True,
             window_size=(-1, -1) if spec.window is None else (spec.window - 1, 0),
@@ -228,13 +219,11 @@ class _FlashStep(_LibraryStep):
         )
 
 
-class FlashInfer:
+class FlashInfer(AttentionBackend):
     """BatchPrefillWithPagedKVCacheWrapper of the package flashinfer-python; it plans once per step for all layers that
     have the same window, softcap, scale and sizes."""
 
     name: ClassVar[str] = "flashinfer"
-    is_capturable: ClassVar[bool] = False
-    puts_decodes_first: ClassVar[bool] = False
 
     def __init__(self, needs: Needs) -> None:
         module: Any = importlib.import_module("flashinfer")
@@ -264,9 +253,7 @@ class _FlashInferStep(_LibraryStep):
     ) -> None:
         super().__init__(metadata)
         self._wrapper_for, self._needs = wrapper_for, needs
-        host = metadata.host
-        assert host is not None
-        size = needs.block_size
+        host, size = metadata.host, needs.block_size
         nums_blocks = -(-host.seq_lens // size)
         is_held = np.arange(host.block_tables.shape[1]) < nums_blocks[:, None]
         starts = np.concatenate([[0], nums_blocks.cumsum()]).astype(np.int32)
@@ -321,7 +308,13 @@ def _lacks_as_library(needs: Needs, module: str, package: str, *, most: int, ste
     )
 
 
-_BACKENDS: tuple[Any, ...] = (CpuAttention, TritonAttention, FlashInfer, FlashAttention, TorchAttention)
+_BACKENDS: tuple[type[AttentionBackend], ...] = (
+    CpuAttention,
+    TritonAttention,
+    FlashInfer,
+    FlashAttention,
+    TorchAttention,
+)
 _AUTOMATIC = {"cpu": ("cpu",), "cuda": ("triton", "flashinfer", "flash_attn", "torch")}
 """In this order; devices of other types have the definition only."""
 
@@ -336,8 +329,7 @@ def attention_backend(name: str, needs: Needs) -> AttentionBackend:
         if not lacking:
             if reasons:
                 logger.warning("attention by %r, since %s", candidate, "; ".join(reasons))
-            backend: AttentionBackend = by_name[candidate](needs)
-            return backend
+            return by_name[candidate](needs)
         reasons.append(f"{candidate!r} lacks: {', '.join(lacking)}")
     suitable = [other for other, backend in by_name.items() if other not in names and not backend.lacks(needs)]
     way_out = f"use attention_backend={suitable[0]!r}, which suits, or " if suitable else ""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
+from helpers_draws import FILTERS
 from helpers_triton import poisoned_empty, watched_memory
 from paged_kernels import reference, triton_sampling
 
@@ -34,19 +33,6 @@ def make_shares(*shares: float) -> Tensor:
     return torch.tensor(shares, dtype=torch.float64)
 
 
-FILTERS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.0},
-    {"temperature": 0.3},
-    {"top_k": 1},
-    {"top_k": 50},
-    {"top_k": 900},
-    {"min_p": 0.02},
-    {"top_p": 0.5},
-    {"top_p": 0.999, "temperature": 2.0},
-    {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
-    {"temperature": 1.5, "min_p": 0.01, "top_k": 300, "top_p": 0.9},
-]
 each_filter = pytest.mark.parametrize("filters", FILTERS, ids=str)
 
 
