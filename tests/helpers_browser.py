@@ -60,6 +60,12 @@ class Page:
     def answers(self) -> list[str]:
         return [str(element.get_property("textContent")) for element in self.all(".answer .text")]
 
+    def each_request(self, element: str, name: str) -> list[str]:
+        """A property of such an element in each row of the list of requests, in one call: rows are made anew while one
+        looks."""
+        rows = f"document.querySelectorAll('#requests {element}')"
+        return list(self.run(f"return Array.from({rows}, element => element.{name})"))
+
     def log(self) -> str:
         return self.text("log")
 
