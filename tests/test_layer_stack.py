@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "bfloat16": {},
+    "bfloat16 in rows": {},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4", "kv_cache_dtype": "int8"},
 }
@@ -43,7 +44,8 @@ def outputs_of(folder: Path, options: dict[str, Any]) -> list[Any]:
 def test_a_stack_gives_the_bits_of_its_layers(
     case: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide = {} if engine == "bfloat16" else {"head_dim": 32}  # narrower layers are not packed
+    monkeypatch.setattr("paged_backend.model.packing.PACKS_BFLOAT16", engine == "bfloat16")
+    wide = {} if engine == "bfloat16 in rows" else {"head_dim": 32}  # narrower layers are not packed
     folder = save_model(tmp_path, model=make_model(case.split()[0], **MODELS[case] | wide))
     calls: list[object] = []
     run = LayerStack.__call__
@@ -60,7 +62,7 @@ def test_layers_that_differ_or_are_not_ours_stay_single(tmp_path: Path, monkeypa
     made: list[LayerStack] = []
     make = LayerStack.__init__
     monkeypatch.setattr(LayerStack, "__init__", lambda self, *args: made.append(self) or make(self, *args))
-    folder = save_model(tmp_path, model=make_model("llama"))
+    folder = save_model(tmp_path, model=make_model("llama", head_dim=32))
     outputs_of(folder, {"dtype": "float32"})
     assert not made
     outputs_of(folder, {})

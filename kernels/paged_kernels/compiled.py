@@ -59,7 +59,7 @@ def array_of(tensor: torch.Tensor) -> NDArray[Any]:
 
 
 @compile_kernel
-def array_at(address: int, start: int, length: int, like: NDArray[Any]) -> NDArray[Any]:
+def array_at(address: int | np.int64, start: int, length: int, like: NDArray[Any]) -> NDArray[Any]:
     """Numbers in memory, from the one that is `start` after an address."""
     array: NDArray[Any] = numba.carray(pointer(address + start * like.itemsize, like), length)
     return array

@@ -31,12 +31,14 @@ _MOST_ROWS = 256  # that stay in the L2 cache
 # As many sums as fit in the registers: of so many blocks, of one of these numbers of rows, whichever is next below.
 _BLOCKS_AT_ONCE = 4 if WIDTH >= LANES else 2
 _MANY_ROWS, _SOME_ROWS = (6, 4) if WIDTH >= LANES else (3, 2)
+_FEW_ROWS = _BLOCKS_AT_ONCE * _MANY_ROWS  # below, the time is that of reading the weights
 _TOTALS = _BLOCKS_AT_ONCE * LANES
-_STEPS_AT_ONCE = 96  # of these blocks, beside some rows, fit in the L1 cache
+_STEPS_AT_ONCE = 144  # of these blocks, beside some rows, fit in the L1 cache
 _NOT_FINITE = np.int32(0x7F800000)
 
 _Sizes: TypeAlias = tuple[int, int, int, int, int]  # columns, depth, depth padded, groups, steps of a block
 _Rounding: TypeAlias = tuple[int, int] | None  # size of the rotation, offset of the weights
+_Piece: TypeAlias = tuple[int, int, int, int]  # of the output: rows from, to; columns from, to, in blocks of LANES
 Matrix: TypeAlias = tuple[int, int, int, _Sizes, _Rounding]  # addresses of weights, scales and bias
 Types: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 _Rows: TypeAlias = tuple[NDArray[Any], NDArray[np.float32], NDArray[np.int32]]  # numbers, scales, offsets
@@ -57,8 +59,8 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
         num_threads = 1 if num_rows * num_columns * depth < SERIAL_COST[weight.bits] else set_num_threads()
         matrix = matrix_of(weight, bias)
         types = types_of(x, weight)
-        part = part_kernel(types, matrix)
-        multiply(part, types, x.data_ptr(), x.stride(0), matrix, out.data_ptr(), num_rows, num_threads)
+        parts = part_kernels(types, matrix)
+        multiply(parts, types, x.data_ptr(), x.stride(0), matrix, out.data_ptr(), num_rows, num_threads)
     return out
 
 
@@ -70,16 +72,18 @@ def matrix_of(weight: PackedWeight, bias: Tensor | None) -> Matrix:
     return *addresses, sizes, None if weight.bits == 16 else (weight.rotation, weight.offset)
 
 
-def part_kernel(types: Types, matrix: Matrix) -> int:
-    """The address of the kernel that `multiply` has the threads run, for these types."""
-    return _part_kernel(matrix[-1] is not None, *(like.dtype for like in types))
+def part_kernels(types: Types, matrix: Matrix) -> tuple[int, int]:
+    """The addresses of the kernels that `multiply` has the threads run, for these types."""
+    return _part_kernels(matrix[-1] is not None, *(like.dtype for like in types))
 
 
 @functools.cache
-def _part_kernel(is_rounded: bool, *dtypes: np.dtype[Any]) -> int:
+def _part_kernels(is_rounded: bool, *dtypes: np.dtype[Any]) -> tuple[int, int]:
     types = tuple(np.empty(0, dtype) for dtype in dtypes)
     sizes, rounding = (0, 0, 0, 0, 0), (0, 0) if is_rounded else None
-    return address_of(_multiply, types, 0, 0, 0, 0, 0, sizes, rounding, 0, 0, 0, 0)
+    rows = types[3], np.empty(0, np.float32), np.empty(0, np.int32)
+    prepare = address_of(_prepare, types, 0, 0, sizes, rounding, rows, 0, 0)
+    return prepare, address_of(_multiply, types, rows, 0, 0, 0, 0, sizes, 0, (0, 0, 0, 0))
 
 
 def types_of(x: Tensor, weight: PackedWeight) -> Types:
@@ -90,59 +94,147 @@ def types_of(x: Tensor, weight: PackedWeight) -> Types:
 
 @functools.partial(_compile, parallel=True)
 def multiply(
-    part: int, types: Types, x: int, stride: int, matrix: Matrix, out: int, num_rows: int, num_threads: int
+    parts: tuple[int, int], types: Types, x: int, stride: int, matrix: Matrix, out: int, num_rows: int, num_threads: int
 ) -> None:
-    """Rows that are `stride` numbers apart times a matrix. Each thread takes some of the columns, and prepares all rows
-    for itself."""
+    """Rows that are `stride` numbers apart times a matrix. Each thread takes some of the columns; with many rows two of
+    them may share columns that are multiplied at once."""
+    prepare, part = parts
     values, scales, bias, sizes, rounding = matrix
+    _, depth, padded_depth, num_groups, _ = sizes
+    is_few, is_ready = num_rows < _FEW_ROWS, rounding is None and depth == padded_depth
+    num_shared = 0 if is_few or is_ready else num_rows
+    shared = _buffers(num_shared, padded_depth, num_groups, types[3])
+    if is_ready:
+        shared = (array_at(x, 0, (num_rows - 1) * stride + depth, types[3]), shared[1], shared[2])
+    elif not is_few:
+        for thread in numba.prange(num_threads):
+            first, end = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+            call(prepare, (types, x, stride, sizes, rounding, shared, first, end))
+    width = stride if is_ready else _row_size(padded_depth)
     num_blocks = max(LEAST_COLUMNS, sizes[0] + LANES - 1) // LANES
     for thread in numba.prange(num_threads):
-        block, end_block = num_blocks * thread // num_threads, num_blocks * (thread + 1) // num_threads
-        call(part, (types, x, stride, values, scales, bias, sizes, rounding, out, num_rows, block, end_block))
+        rows = shared
+        if is_few and not is_ready:  # each for itself: to read what another core just wrote takes longer
+            rows = _buffers(num_rows, padded_depth, num_groups, types[3])
+            call(prepare, (types, x, stride, sizes, rounding, rows, 0, num_rows))
+        pieces, num_pieces = _pieces(num_rows, num_blocks, thread, num_threads)
+        for i in range(num_pieces):
+            call(part, (types, rows, width, values, scales, bias, sizes, out, pieces[i]))
+
+
+@_compile
+def _buffers(num_rows: int, padded_depth: int, num_groups: int, row_like: NDArray[Any]) -> _Rows:
+    """For rows that are prepared."""
+    size = num_rows * max(2, num_groups)
+    rows = _aligned(num_rows * _row_size(padded_depth), row_like)
+    return rows, np.empty(size, np.float32), np.empty(size, np.int32)
+
+
+@_compile
+def _row_size(padded_depth: int) -> int:
+    """What is rounded is written LANES numbers at a time."""
+    return -(-padded_depth // LANES) * LANES
+
+
+@_compile
+def _prepare(
+    types: Types,
+    x: int,
+    stride: int,
+    sizes: _Sizes,
+    rounding: _Rounding,
+    prepared: _Rows,
+    first: int,
+    end: int,
+) -> None:
+    """Write these rows as the products take them."""
+    rows, row_scales, offsets = prepared
+    _, depth, padded_depth, num_groups, _ = sizes
+    width, num_scales = _row_size(padded_depth), max(2, num_groups)
+    numbers = np.zeros(padded_depth + LANES, np.float32)
+    for r in range(first, end):
+        source = array_at(x, r * stride, depth, types[0])
+        row = rows[r * width : (r + 1) * width]
+        if rounding is None:
+            row[:depth] = source
+            row[depth:] = 0
+        else:
+            scales = slice(r * num_scales, (r + 1) * num_scales)
+            _rotate(source, rounding[0], numbers)
+            _quantize(numbers, padded_depth, num_groups, rounding[1], row, row_scales[scales], offsets[scales])
+
+
+@_compile
+def _pieces(num_rows: int, num_blocks: int, thread: int, num_threads: int) -> tuple[tuple[_Piece, _Piece, _Piece], int]:
+    """A thread's share: the rest of some columns that are multiplied at once, others, and the beginning of some."""
+    if num_rows < _FEW_ROWS:
+        only = (0, num_rows, num_blocks * thread // num_threads, num_blocks * (thread + 1) // num_threads)
+        return (only, only, only), 1
+    num_groups = -(-num_blocks // _BLOCKS_AT_ONCE)
+    group, row = _place(num_rows, num_groups, thread, num_threads)
+    end_group, end_row = _place(num_rows, num_groups, thread + 1, num_threads)
+    if group == end_group:
+        only = _piece(row, end_row, group, group + 1, num_blocks)
+        return (only, only, only), 1
+    first, last = (
+        _piece(row, num_rows, group, group + 1, num_blocks),
+        _piece(0, end_row, end_group, end_group + 1, num_blocks),
+    )
+    others = _piece(0, num_rows, group + 1, end_group, num_blocks)
+    return (first, others, last), 3
+
+
+@_compile
+def _place(num_rows: int, num_groups: int, thread: int, num_threads: int) -> tuple[int, int]:
+    """Where a thread's share begins: the group of columns, and the row there."""
+    place = num_groups * num_rows * thread // num_threads
+    return place // num_rows, place % num_rows // _MANY_ROWS * _MANY_ROWS
+
+
+@_compile
+def _piece(row: int, end_row: int, group: int, end_group: int, num_blocks: int) -> _Piece:
+    return row, end_row, group * _BLOCKS_AT_ONCE, min(end_group * _BLOCKS_AT_ONCE, num_blocks)
 
 
 @_compile
 def _multiply(
     types: Types,
-    x: int,
+    prepared: _Rows,
     stride: int,
     values: int,
     scales: int,
     bias: int,
     sizes: _Sizes,
-    rounding: _Rounding,
     out: int,
-    num_rows: int,
-    block: int,
-    end_block: int,
+    piece: _Piece,
 ) -> None:
-    """The output's columns within these blocks of LANES."""
-    x_like, values_like, scales_like, row_like = types
-    num_columns, depth, padded_depth, num_groups, num_steps = sizes
+    """One piece of the output, of rows that are `stride` numbers apart."""
+    x_like, values_like, scales_like, _ = types
+    num_columns, _, _, num_groups, num_steps = sizes
+    begin_row, end_row, block, end_block = piece
+    if begin_row >= end_row or block >= end_block:
+        return
     num_blocks = max(LEAST_COLUMNS, num_columns + LANES - 1) // LANES
+    num_scales = max(2, num_groups)
     columns = (
         array_at(values, 0, num_blocks * num_steps * STEP // values_like.itemsize, values_like),
         array_at(scales, 0, num_blocks * num_groups * LANES, scales_like),
     )
-    height = min(num_rows, _MOST_ROWS)
-    num_scales = max(2, num_groups)
-    rows = _aligned(height * padded_depth + LANES, row_like)
-    row_scales, row_offsets = np.empty((height, num_scales), np.float32), np.empty((height, num_scales), np.int32)
-    numbers = np.zeros(padded_depth + LANES, np.float32)
-    for first in range(0, num_rows, _MOST_ROWS):
-        count = min(_MOST_ROWS, num_rows - first)
-        for r in range(count):
-            source = array_at(x, (first + r) * stride, depth, x_like)
-            row = rows[r * padded_depth :]
-            if rounding is None:
-                row[:depth] = source
-                row[depth:padded_depth] = 0
-            else:
-                _rotate(source, rounding[0], numbers)
-                _quantize(numbers, padded_depth, num_groups, rounding[1], row, row_scales[r], row_offsets[r])
+    for first in range(begin_row, end_row, _MOST_ROWS):
+        count = min(_MOST_ROWS, end_row - first)
+        rows = (
+            _view(prepared[0], first * stride),
+            _view(prepared[1], first * num_scales),
+            _view(prepared[2], first * num_scales),
+        )
         target = array_at(out, first * num_columns, count * num_columns, x_like)
-        prepared = (rows, row_scales.reshape(-1), row_offsets.reshape(-1))
-        _multiply_rows(prepared, count, columns, bias, target, sizes, block, end_block)
+        _multiply_rows(rows, stride, count, columns, bias, target, sizes, block, end_block)
+
+
+@_compile
+def _view(array: NDArray[Any], start: int) -> NDArray[Any]:
+    """The rest of an array, without the count of its users, over which threads would wait for each other."""
+    return array_at(np.int64(array.ctypes.data), start, len(array) - start, array)
 
 
 @_compile
@@ -184,7 +276,7 @@ def _quantize(
     for the others, which need no offset.
     """
     size = depth // num_groups
-    whole = -(-size // LANES) * LANES  # what is past the end are zeros, where there is room or the next row to come
+    whole = -(-size // LANES) * LANES  # what is past the end are zeros, for which there is room
     for g in range(num_groups):
         bits = largest_bits(numbers, g * size, whole)
         total = np.int32(0)
@@ -203,6 +295,7 @@ def _quantize(
 @_compile
 def _multiply_rows(
     rows: _Rows,
+    stride: int,
     num_rows: int,
     columns: _Columns,
     bias: int,
@@ -220,7 +313,7 @@ def _multiply_rows(
         block = max(0, min(block, end_block - _BLOCKS_AT_ONCE))
         _reset(totals, num_rows, bias, block * LANES, num_columns)
         for segment in range(num_segments):
-            _add_segment(rows, num_rows, columns, (block, segment, num_segments), sizes, totals)
+            _add_segment(rows, stride, num_rows, columns, (block, segment, num_segments), sizes, totals)
         _round(totals, num_rows, out, block * LANES, num_columns)
         block += _BLOCKS_AT_ONCE
 
@@ -228,6 +321,7 @@ def _multiply_rows(
 @_compile
 def _add_segment(
     rows: _Rows,
+    stride: int,
     num_rows: int,
     columns: _Columns,
     which: tuple[int, int, int],
@@ -241,57 +335,68 @@ def _add_segment(
     begin, end = num_units * segment // num_segments, num_units * (segment + 1) // num_segments
     unit = num_steps // num_units
     # Meanwhile what is next is fetched: these blocks' next steps, or the next blocks' first.
-    ahead, stride = (end - begin) * unit * STEP, num_steps * STEP
+    ahead, block_bytes = (end - begin) * unit * STEP, num_steps * STEP
     if segment == num_segments - 1:
-        ahead = _BLOCKS_AT_ONCE * stride - begin * unit * STEP
+        ahead = _BLOCKS_AT_ONCE * block_bytes - begin * unit * STEP
     first, part = 0, 0
     while first < num_rows:
         rest = num_rows - first
         height = _MANY_ROWS if rest >= _MANY_ROWS else _SOME_ROWS if rest >= _SOME_ROWS else min(rest, 2)
-        fetched, fetched_stride = 0, 0
-        if num_rows < _BLOCKS_AT_ONCE * _MANY_ROWS:  # all at once, since the time is that of reading them anyhow
-            fetched, fetched_stride = (ahead, stride) if part == 0 else (0, 0)
-        elif part < _BLOCKS_AT_ONCE:
-            fetched = ahead + part * stride
+        fetches_all = num_rows < _FEW_ROWS  # since the time is that of reading them anyhow
+        fetched = ahead if fetches_all or part >= _BLOCKS_AT_ONCE else ahead + part * block_bytes
+        fetched_stride = block_bytes
+        if part >= (1 if fetches_all else _BLOCKS_AT_ONCE):
+            fetched, fetched_stride = 0, 0
         if num_groups == 1:
             where = (first, height, block, begin, end - begin, min(segment, 1), 0)
-            _add_part(rows, columns, where, sizes, totals, fetched, fetched_stride)
+            _add_part(rows, stride, columns, where, sizes, totals, fetched, fetched_stride, fetches_all)
         else:
             for g in range(begin, end):
                 where = (first, height, block, g * unit, unit, g, g)
-                _add_part(rows, columns, where, sizes, totals, fetched, fetched_stride)
+                _add_part(rows, stride, columns, where, sizes, totals, fetched, fetched_stride, fetches_all)
         first, part = first + height, part + 1
 
 
 @_compile
 def _add_part(
     rows: _Rows,
+    stride: int,
     columns: _Columns,
     where: tuple[int, int, int, int, int, int, int],
     sizes: _Sizes,
     totals: NDArray[np.float32],
     ahead: int,
     ahead_stride: int,
+    fetches_all: bool,
 ) -> None:
     first, height, block, step, count, row_scale, group = where
     _, _, depth, num_groups, num_steps = sizes
     numbers_of_step, numbers_of_block = depth // num_steps, STEP // columns[0].itemsize
     places = (
-        *(first * depth + step * numbers_of_step, depth),
+        *(first * stride + step * numbers_of_step, stride),
         *(first * max(2, num_groups) + row_scale, max(2, num_groups)),
         *((block * num_steps + step) * numbers_of_block, num_steps * numbers_of_block),
         *((block * num_groups + group) * LANES, num_groups * LANES),
         *(first * _TOTALS, _TOTALS),
         *(count, ahead, ahead_stride),
     )
-    if height == 1:
-        add_packed(rows, columns, totals, places, 1, _BLOCKS_AT_ONCE)
+    if fetches_all:
+        if height == 1:
+            add_packed(rows, columns, totals, places, 1, _BLOCKS_AT_ONCE, _BLOCKS_AT_ONCE)
+        elif height == 2:
+            add_packed(rows, columns, totals, places, 2, _BLOCKS_AT_ONCE, _BLOCKS_AT_ONCE)
+        elif height == _SOME_ROWS:
+            add_packed(rows, columns, totals, places, _SOME_ROWS, _BLOCKS_AT_ONCE, _BLOCKS_AT_ONCE)
+        else:
+            add_packed(rows, columns, totals, places, _MANY_ROWS, _BLOCKS_AT_ONCE, _BLOCKS_AT_ONCE)
+    elif height == 1:
+        add_packed(rows, columns, totals, places, 1, _BLOCKS_AT_ONCE, 1)
     elif height == 2:
-        add_packed(rows, columns, totals, places, 2, _BLOCKS_AT_ONCE)
+        add_packed(rows, columns, totals, places, 2, _BLOCKS_AT_ONCE, 1)
     elif height == _SOME_ROWS:
-        add_packed(rows, columns, totals, places, _SOME_ROWS, _BLOCKS_AT_ONCE)
+        add_packed(rows, columns, totals, places, _SOME_ROWS, _BLOCKS_AT_ONCE, 1)
     else:
-        add_packed(rows, columns, totals, places, _MANY_ROWS, _BLOCKS_AT_ONCE)
+        add_packed(rows, columns, totals, places, _MANY_ROWS, _BLOCKS_AT_ONCE, 1)
 
 
 @_compile

@@ -17,6 +17,10 @@ import math
 import torch
 from torch import Tensor
 
+from paged_kernels.vector import BFLOAT16_IS_FAST
+
+PACKS_BFLOAT16 = BFLOAT16_IS_FAST
+"""Whether weights of 16 bits are multiplied faster packed than in rows, on this CPU."""
 LANES = 16
 """Columns whose weights lie next to each other: a block."""
 LEAST_COLUMNS = 4 * LANES
@@ -79,6 +83,11 @@ class PackedWeight:
         """[N, groups], N padded: the scales of the columns' groups, float32."""
         return self.scales.float().permute(0, 2, 1).flatten(0, 1)
 
+    def rows(self, indices: Tensor) -> Tensor:
+        """These rows of the weights, [R, K], as they are stored with 16 bits."""
+        assert self.bits == 16
+        return self.values[indices // LANES, :, indices % LANES].flatten(1)[:, : self.shape[1]]
+
     def unpack(self) -> Tensor:
         """The weights [N, K] as float32, rotated back."""
         num_columns, depth = self.shape
@@ -94,7 +103,9 @@ def pack(weight: Tensor, bits: int) -> PackedWeight:
     With fewer they are rounded, each column with a scale of its own and with 4 bits each group of a column.
     """
     assert bits in BITS and weight.dim() == 2 and (bits != 16 or weight.dtype == torch.bfloat16)
-    parts = [_packed(part) if bits == 16 else _quantized(part, bits) for part in torch.split(weight, _MOST_AT_ONCE)]
+    if bits == 16:
+        return PackedWeight(*_packed(weight), (weight.shape[0], weight.shape[1]), bits)
+    parts = [_quantized(part, bits) for part in torch.split(weight, _MOST_AT_ONCE)]
     values, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return PackedWeight(values, scales, (weight.shape[0], weight.shape[1]), bits)
 
@@ -182,9 +193,11 @@ def _hadamard(size: int) -> Tensor:
 
 
 def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
-    padded = torch.nn.functional.pad(weight, (0, weight.shape[1] % 2, 0, _padding(weight.shape[0])))
+    padding = (0, weight.shape[1] % 2, 0, _padding(weight.shape[0]))
+    padded = torch.nn.functional.pad(weight, padding) if any(padding) else weight.contiguous()
     blocks = len(padded) // LANES
-    values = padded.view(blocks, LANES, -1, 2).permute(0, 2, 1, 3).contiguous()
+    pairs = padded.view(torch.int32).view(blocks, LANES, -1)
+    values = pairs.transpose(1, 2).contiguous().view(torch.bfloat16).view(blocks, -1, LANES, 2)
     return values, torch.empty(blocks, 0, LANES)
 
 

@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from paged_kernels import avx512
 from paged_kernels.vector import (
     DOTS_BFLOAT16,
     DOTS_QUADS,
@@ -21,7 +22,6 @@ from paged_kernels.vector import (
     INT32,
     LANES,
     Typed,
-    add_pair_products,
     address_at,
     define_intrinsic,
     emit_prefetch,
@@ -47,16 +47,18 @@ def add_packed(
     places: Any,
     num_rows: Any,
     num_blocks: Any,
+    num_fetched: Any,
 ) -> Typed:
     """Add to totals[r, c] (offsets[r] + the products of numbers[r] and column c) * row_scales[r] * column_scales[c].
 
     With bfloat16 there are no offsets and no scales. `rows` are (numbers, row_scales, offsets), `columns` are (weights,
     column_scales); `places` says where in them the rows and columns are: their start and stride in numbers, in
     row_scales and offsets, in weights, in column_scales and in totals. Columns come in blocks of LANES; the next place
-    is how many STEPs one of them has. Meanwhile memory is fetched into the caches: for block i what is
-    `ahead + i * ahead_stride` bytes, the last two places, from the first one.
+    is how many STEPs one of them has. Meanwhile memory is fetched: for i below `num_fetched` what is
+    `ahead + i * ahead_stride` bytes, the last two places, from the first block. If that is one place, what comes from
+    there is for the nearest cache; if there are more, it is for the next one, since the nearest has no room for it.
 
-    `num_rows` and `num_blocks` are literals. A total does not depend on them.
+    `num_rows`, `num_blocks` and `num_fetched` are literals. A total does not depend on them.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -80,11 +82,14 @@ def add_packed(
         stored_type = weights[0].dtype
         is_wide = stored_type == types.uint16
         bytes_of_block = [builder.bitcast(w, ir.IntType(8).as_pointer()) for w in ws]
-        fetched = [
-            builder.gep(bytes_of_block[0], [builder.add(ahead, with_constant(ahead_stride, i, builder.mul))])
-            for i in range(width)
-        ]
-        num_parts = 2 if stored_type == types.int8 else 1
+        fetched = builder.gep(bytes_of_block[0], [ahead])
+        if is_wide and DOTS_BFLOAT16:
+            strides = [with_constant(place[i], 2, builder.mul) for i in (5, 1)]
+            bases = [builder.ptrtoint(address, ir.IntType(64)) for address in (ws[0], xs[0], fetched)]
+            avx512.add_pair_products(
+                builder, ts[0], height, width, num_fetched.literal_value, [*bases, *strides, ahead_stride, num_steps]
+            )
+            return context.get_dummy_value()
         sums = [
             [
                 cgutils.alloca_once_value(builder, _splat(builder, FLOAT32(0) if is_wide else builder.load(offset)))
@@ -92,21 +97,11 @@ def add_packed(
             ]
             for offset in starts
         ]
-        with cgutils.for_range(builder, num_steps) as loop:
-            w_offset = with_constant(loop.index, STEP, builder.mul)
-            x_offset = with_constant(loop.index, 2 if is_wide else 4 * num_parts, builder.mul)
-            stored = [load_vector(builder, builder.gep(w, [w_offset]), INT32, LANES) for w in bytes_of_block]
-            for address in fetched:
-                emit_prefetch(builder, builder.gep(address, [w_offset]))
-            for part in range(num_parts):
-                words = stored if num_parts == 1 else [_nibbles(builder, vector, part) for vector in stored]
-                for x, row_sums in zip(xs, sums, strict=True):
-                    address = builder.gep(x, [with_constant(x_offset, 4 * part, builder.add)])
-                    word = _splat(builder, builder.load(builder.bitcast(address, INT32.as_pointer()), align=4))
-                    for weight, total in zip(words, row_sums, strict=True):
-                        add = _add_pair if is_wide else _add_quad
-                        builder.store(add(builder, builder.load(total), weight, word), total)
-                    _keep_order(builder)
+        ahead_of = [
+            builder.gep(fetched, [with_constant(ahead_stride, i, builder.mul)])
+            for i in range(num_fetched.literal_value)
+        ]
+        _add_products(builder, stored_type, xs, bytes_of_block, sums, ahead_of, num_steps)
         if is_wide:
             for t, row_sums in zip(ts, sums, strict=True):
                 for i, total in enumerate(row_sums):
@@ -130,7 +125,7 @@ def add_packed(
         return context.get_dummy_value()
 
     assert len(places) == 13
-    return types.void(rows, columns, totals, places, num_rows, num_blocks), emit
+    return types.void(rows, columns, totals, places, num_rows, num_blocks, num_fetched), emit
 
 
 @define_intrinsic
@@ -210,6 +205,34 @@ def _rotated(builder: Any, vector: Any) -> Any:
     return vector
 
 
+def _add_products(
+    builder: Any,
+    stored_type: Any,
+    rows: Sequence[Any],
+    blocks: Sequence[Any],
+    sums: Sequence[Sequence[Any]],
+    fetched: Sequence[Any],
+    num_steps: Any,
+) -> None:
+    """As `avx512.add_pair_products`, for any CPU and also for bytes; all are addresses."""
+    is_wide, num_parts = stored_type == types.uint16, 2 if stored_type == types.int8 else 1
+    with cgutils.for_range(builder, num_steps) as loop:
+        w_offset = with_constant(loop.index, STEP, builder.mul)
+        x_offset = with_constant(loop.index, 2 if is_wide else 4 * num_parts, builder.mul)
+        stored = [load_vector(builder, builder.gep(block, [w_offset]), INT32, LANES) for block in blocks]
+        for address in fetched:
+            emit_prefetch(builder, builder.gep(address, [w_offset]), is_near=len(fetched) == 1)
+        for part in range(num_parts):
+            words = stored if num_parts == 1 else [_nibbles(builder, vector, part) for vector in stored]
+            for x, row_sums in zip(rows, sums, strict=True):
+                address = builder.gep(x, [with_constant(x_offset, 4 * part, builder.add)])
+                word = _splat(builder, builder.load(builder.bitcast(address, INT32.as_pointer()), align=4))
+                for weight, total in zip(words, row_sums, strict=True):
+                    add = _add_pair if is_wide else _add_quad
+                    builder.store(add(builder, builder.load(total), weight, word), total)
+                _keep_order(builder)
+
+
 def _keep_order(builder: Any) -> None:
     """What is loaded later stays later: with all rows' numbers loaded first, registers would not hold the sums."""
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
@@ -239,8 +262,6 @@ def _add_quad(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
 
 def _add_pair(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
     """Each lane of `total` plus the products of its two bfloat16 weights with its two numbers."""
-    if DOTS_BFLOAT16:
-        return add_pair_products(builder, total, weights, numbers)
     for is_upper in (False, True):
         x, y = (_widened(builder, vector, is_upper) for vector in (weights, numbers))
         total = builder.fadd(builder.fmul(x, y, flags=("contract",)), total, flags=("contract",))

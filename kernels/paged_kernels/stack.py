@@ -43,10 +43,10 @@ class Matrix:
             return packed.types_of(x, self.weight)
         return gemm.types_of(x, self.weight)
 
-    def part_kernel(self, x: Tensor) -> int:
+    def part_kernels(self, x: Tensor) -> Any:
         """What `multiply` takes for its parts."""
         if isinstance(self.weight, PackedWeight):
-            return packed.part_kernel(packed.types_of(x, self.weight), packed.matrix_of(self.weight, None))
+            return packed.part_kernels(packed.types_of(x, self.weight), packed.matrix_of(self.weight, None))
         return gemm.part_kernel(gemm.types_of(x, self.weight))
 
     @property
@@ -244,8 +244,8 @@ class LayerStack:
             address_of(stores, like, 0, 0, *stored),
             address_of(cpu.attend, 0, *heads, 0.0, 0, 0, 0.0, cpu.NO_HEADS, cpu.NO_HEADS, 0),
             cpu.items_kernel(x, tensors[0], values),
-            address_of(multiply, 0, qkv.types(x), 0, 0, qkv.arguments(), 0, 0, 0),
-            qkv.part_kernel(x),
+            address_of(multiply, qkv.part_kernels(x), qkv.types(x), 0, 0, qkv.arguments(), 0, 0, 0),
+            qkv.part_kernels(x),
         )
 
 

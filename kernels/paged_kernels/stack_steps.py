@@ -35,7 +35,7 @@ class Kernels(NamedTuple):
     attend: int
     attend_items: int
     multiply: int
-    multiply_part: int
+    multiply_parts: Any
 
 
 class Likes(NamedTuple):
@@ -169,7 +169,7 @@ def _multiply(
     work = num_rows * sizes[0] * sizes[1]
     num_threads = 1 if work < operation.least else options.num_threads
     matrix = (layer[column], layer[column + 1], layer[column + 2], sizes, operation.rounding)
-    call(kernels.multiply, (kernels.multiply_part, types, x, sizes[1], matrix, out, num_rows, num_threads))
+    call(kernels.multiply, (kernels.multiply_parts, types, x, sizes[1], matrix, out, num_rows, num_threads))
 
 
 @compile_kernel

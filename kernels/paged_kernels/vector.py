@@ -421,13 +421,13 @@ def accumulate(builder: Any, total: Any, x: Any, y: Any) -> None:
     builder.store(builder.fadd(product, builder.load(total), flags=FLAGS), total)
 
 
-def emit_prefetch(builder: Any, address: Any) -> None:
-    """Bring what is, or would be, at this address into the caches, for reading."""
+def emit_prefetch(builder: Any, address: Any, *, is_near: bool = True) -> None:
+    """Bring what is, or would be, at this address into the caches, for reading: all of them, or all but the nearest."""
     pointer = ir.IntType(8).as_pointer()
     function = builder.module.declare_intrinsic(
         "llvm.prefetch", [pointer], ir.FunctionType(ir.VoidType(), [pointer, *[INT32] * 3])
     )
-    read, keep, data = INT32(0), INT32(3), INT32(1)
+    read, keep, data = INT32(0), INT32(3 if is_near else 2), INT32(1)
     builder.call(function, [builder.bitcast(address, pointer), read, keep, data])
 
 

@@ -13,7 +13,7 @@ import paged_kernels
 from paged_kernels import PackedWeight
 from paged_kernels.packing import can_be_merged, merge, split
 
-_READ_AS_A_MATRIX = "kv_b_proj"  # latents.py multiplies with its weights at each call
+READ_AS_A_MATRIX = "kv_b_proj"  # latents.py multiplies with its weights at each call
 
 
 def cpu_computes(dtype: torch.dtype) -> bool:
@@ -35,11 +35,14 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.packed, self.bias = weight, bias
+        self.was_read = False
+        """Whether some code has read `weight`."""
         self._dtype = dtype
 
     @property
     def weight(self) -> Tensor:
         """The weights as an `nn.Linear` has them, made anew for code that reads them."""
+        self.was_read = True
         return self.packed.unpack().to(self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,10 +128,10 @@ def speed_up_linears(model: nn.Module) -> None:
 def unpack_projections(model: nn.Module) -> None:
     """Make packed layers plain again whose weights are read at each call."""
     for parent in list(model.modules()):
-        packed = getattr(parent, _READ_AS_A_MATRIX, None)
+        packed = getattr(parent, READ_AS_A_MATRIX, None)
         if isinstance(packed, PackedLinear):
             plain = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
             plain.weight = nn.Parameter(packed.weight, requires_grad=False)
             if packed.bias is not None:
                 plain.bias = packed.bias
-            setattr(parent, _READ_AS_A_MATRIX, plain)
+            setattr(parent, READ_AS_A_MATRIX, plain)

@@ -34,6 +34,7 @@ from paged_backend.model.attention import (
 from paged_backend.model.attention_backends import AttentionBackend, Needs, attention_backend
 from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.graphs import DecodeGraphs, DecodeInputs, cuda_capture
+from paged_backend.model.huge_pages import use_huge_pages
 from paged_backend.model.inputs import StepInputs, decodes_first, step_inputs
 from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.largest_step import largest_lengths, largest_step, sample_all
@@ -43,6 +44,7 @@ from paged_backend.model.lora import AdapterStore, StepAdapters, adapted
 from paged_backend.model.mapped_files import compiler_given_back
 from paged_backend.model.memory import DeviceMeter, is_out_of_memory, meter_of, room_for
 from paged_backend.model.model_call import ModelCall
+from paged_backend.model.packing import pack_linears, unpack_what_was_read
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.ranks import Ranks
 from paged_backend.model.rope import freeze_frequencies
@@ -135,6 +137,7 @@ class ModelRunner:
             with paged_kernels.telling_of_compilation(_tell_of_compilation), compiler_given_back():
                 _start_compiler(self._model)
                 self.verdict = self._choose_way(loaded, config)
+        use_huge_pages(module.packed.values for module in self._model.modules() if isinstance(module, PackedLinear))
         if config.swap_space and not self.verdict.keeps_state:
             self._host_blocks = HostBlocks(self._kv_cache, config.swap_space)
         if config.enable_lora:
@@ -438,6 +441,8 @@ class ModelRunner:
         self._grouped = None
         if trial.loaded.is_quantized or self._is_sharded:  # whose layers are more than their weights
             return trial.check()
+        if trial.loaded.owns_weights:
+            pack_linears(self._model)
         if trial.loaded.owns_weights and FusedDecoder.can_run(self._model):
             self._decoder = FusedDecoder(self._model)
             self._stack_layers(self._decoder)
@@ -446,15 +451,23 @@ class ModelRunner:
             except ModelError as error:
                 logger.warning("not using the fused decoder: %s", error)
                 self._decoder = None
-        speed_up_linears(self._model)
-        return trial.check()
+        return self._check_linears(trial)
 
     def _use_tier(self, tier: _Tier, way: Way, trial: _Trial) -> float:
+        if trial.loaded.owns_weights:
+            pack_linears(self._model)
         self._grouped = GroupedRun(
             tier, whole_prompts=way.whole_prompts, one_by_one=way.tier is Tier.OWN_CACHE, head=self._head()
         )
+        return self._check_linears(trial)
+
+    def _check_linears(self, trial: _Trial) -> float:
+        """Check the model's own code, and have our kernels multiply in it."""
         speed_up_linears(self._model)
-        return trial.check()
+        difference = trial.check()
+        unpack_what_was_read(self._model)
+        speed_up_linears(self._model)
+        return difference
 
     def _record_layers(self, token_ids: list[int], *, latents: bool) -> list[LayerSpec]:
         """With LoRA there are no latents: an adapter adds to the outputs of a layer that they do without. Nor are there
