@@ -34,15 +34,18 @@ def attend_and_store(
     *,
     cache_dtype: torch.dtype = torch.bfloat16,
     block_size: int = 16,
+    values_in_keys: bool = False,
     **options: Any,
 ) -> None:
     """One layer of a step: all sequences have one query each if there are as many tokens."""
-    caches = [meta(1000, heads[1], block_size, size, dtype=cache_dtype) for size in head_sizes]
+    sizes = [head_sizes[0], None if values_in_keys else head_sizes[1]]
+    caches = [size and meta(1000, heads[1], block_size, size, dtype=cache_dtype) for size in sizes]
     scales = {}
     if cache_dtype.itemsize == 1:
-        scales = {f"{x}_scales": meta(1000, heads[1], block_size) for x in "kv"}
-    key_and_value = [meta(num_tokens, heads[1], size) for size in head_sizes]
+        scales = {f"{x}_scales": size and meta(1000, heads[1], block_size) for x, size in zip("kv", sizes, strict=True)}
+    key_and_value = [size and meta(num_tokens, heads[1], size) for size in sizes]
     store_kv(*key_and_value, *caches, meta(num_tokens, dtype=torch.int64), **scales)
+    options["value_size"] = head_sizes[1]
     indices = [
         meta(*shape, dtype=torch.int32) for shape in ((num_sequences, 512), (num_sequences + 1,), (num_sequences,))
     ]
@@ -58,7 +61,7 @@ CASES: dict[str, Callable[[], None]] = {
     "prefill, heads of 128": lambda: attend_and_store(*PREFILL, (32, 8), (128, 128)),
     "decode, heads of 256": lambda: attend_and_store(*DECODE, (16, 8), (256, 256), softcap=50.0, window=4096),
     "prefill, heads of 256": lambda: attend_and_store(*PREFILL, (16, 8), (256, 256), softcap=50.0, window=4096),
-    "decode, latents": lambda: attend_and_store(*DECODE, (128, 1), (576, 512)),
+    "decode, latents": lambda: attend_and_store(*DECODE, (128, 1), (576, 512), values_in_keys=True),
     "decode, heads of 80": lambda: attend_and_store(
         *DECODE, (32, 32), (80, 80), alibi_slopes=meta(32, dtype=torch.float32)
     ),

@@ -18,7 +18,7 @@ GARBAGE_BLOCK = -(2**31)
 class Batch:
     """Random ragged sequences whose keys and values were stored in shuffled blocks of a cache full of NaN.
 
-    The dense keys and values are kept to compare with.
+    The dense keys and values are kept to compare with. Where values are in keys, they have no cache of their own.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class Batch:
         block_size=4,
         dtype=torch.float32,
         cache_dtype=None,
+        values_in_keys=False,
     ):
         num_heads, num_kv_heads = heads
         generator = torch.Generator().manual_seed(sum(seq_lens))
@@ -41,7 +42,10 @@ class Batch:
         self.query_lens, self.seq_lens = query_lens, seq_lens
         self.query = random(sum(query_lens), num_heads, head_sizes[0])
         self.keys = [random(n, num_kv_heads, head_sizes[0]) for n in seq_lens]
-        self.values = [random(n, num_kv_heads, head_sizes[1]) for n in seq_lens]
+        if values_in_keys:
+            self.values = [keys[..., : head_sizes[1]] for keys in self.keys]
+        else:
+            self.values = [random(n, num_kv_heads, head_sizes[1]) for n in seq_lens]
         self.scale = 1 / math.sqrt(head_sizes[0])
 
         num_blocks = [-(-n // block_size) for n in seq_lens]
@@ -51,13 +55,16 @@ class Batch:
         )
         slots = (len(free), num_kv_heads, block_size)
         self.k_cache, self.v_cache = (garbage_cache(*slots, size, dtype=cache_dtype or dtype) for size in head_sizes)
-        self.scales = {}
+        self.scales, self.value_size = {}, None
+        if values_in_keys:
+            self.v_cache, self.value_size = None, head_sizes[1]
         if cache_dtype in LARGEST_STORED:
-            self.scales = {f"{x}_scales": torch.full(slots, math.nan, dtype=torch.bfloat16) for x in "kv"}
+            stored = "k" if values_in_keys else "kv"
+            self.scales = {f"{x}_scales": torch.full(slots, math.nan, dtype=torch.bfloat16) for x in stored}
         for s, n in enumerate(num_blocks):
             self.block_tables[s, :n], free = free[:n], free[n:]
-            caches = (self.k_cache, self.v_cache)
-            reference.store_kv(self.keys[s], self.values[s], *caches, self.slots(s), **self.scales)
+            value = None if values_in_keys else self.values[s]
+            reference.store_kv(self.keys[s], value, self.k_cache, self.v_cache, self.slots(s), **self.scales)
 
     def slots(self, s: int) -> Tensor:
         block_size = self.k_cache.shape[2]
@@ -68,7 +75,8 @@ class Batch:
         query_start_loc = torch.tensor([0, *self.query_lens]).cumsum(0).int()
         seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32)
         caches = (self.k_cache, self.v_cache, self.block_tables)
-        return attention(self.query, *caches, query_start_loc, seq_lens, scale=self.scale, **self.scales, **options)
+        options = {"scale": self.scale, "value_size": self.value_size} | self.scales | options
+        return attention(self.query, *caches, query_start_loc, seq_lens, **options)
 
     def assert_same(self, attention, *, plan=None, **options: Any) -> None:
         """`attention` computes what the definition does."""

@@ -47,6 +47,11 @@ def test_the_definition_is_dense_attention(options):
     assert_close(batch.attend(reference.paged_attention, **options), dense_attention(batch, **options))
 
 
+def test_values_that_are_in_keys_are_their_first_numbers():
+    batch = Batch([1, 3, 21], [9, 7, 21], heads=(4, 1), head_sizes=(24, 16), values_in_keys=True)
+    assert_close(batch.attend(reference.paged_attention), dense_attention(batch))
+
+
 @each_option
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_option_holds_for_decode_prefill_and_chunks_alike(options, dtype):
@@ -61,6 +66,24 @@ def test_every_option_holds_for_decode_prefill_and_chunks_alike(options, dtype):
 def test_every_shape_of_heads_and_blocks_works(heads, head_sizes, block_size):
     batch = Batch([1, 5, 18], [300, 37, 18], heads=heads, head_sizes=head_sizes, block_size=block_size)
     batch.assert_same(paged_attention)
+
+
+@pytest.mark.parametrize("heads", [(16, 1), (4, 2), (1, 1)], ids="H{0[0]}K{0[1]}".format)
+@pytest.mark.parametrize(
+    "head_sizes", [(576, 512), (40, 32), (48, 40), (30, 20), (32, 32)], ids="D{0[0]}Dv{0[1]}".format
+)
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=str)
+def test_values_may_be_in_keys_of_any_shape(heads, head_sizes, cache_dtype):
+    for dtype, block_size in ((torch.float32, 4), (torch.bfloat16, 6), (torch.bfloat16, 16)):
+        sizes = {"heads": heads, "head_sizes": head_sizes, "block_size": block_size}
+        batch = Batch([1, 5, 18], [300, 37, 18], dtype=dtype, cache_dtype=cache_dtype, values_in_keys=True, **sizes)
+        batch.assert_same(paged_attention)
+
+
+@each_option
+def test_values_in_keys_serve_every_option(options):
+    batch = Batch([1, 40, 3, 0, 17, 1], [700, 40, 259, 12, 333, 1], head_sizes=(40, 32), values_in_keys=True)
+    batch.assert_same(paged_attention, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

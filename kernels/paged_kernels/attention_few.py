@@ -42,7 +42,7 @@ class FewRows(NamedTuple):
 
 @compile_kernel
 def make_few_rows(batch: Batch) -> FewRows:
-    key_width, value_width = padded(batch.k_cache.shape[3], LANES), padded(batch.v_cache.shape[3], LANES)
+    key_width, value_width = padded(batch.k_cache.shape[3], LANES), padded(batch.out.shape[2], LANES)
     single = np.empty(0, np.float32)
     highest, weights = np.empty(_MOST_ROWS, np.float32), np.empty(_MOST_ROWS, np.float32)
     return FewRows(
@@ -61,12 +61,13 @@ def attend_few(batch: Batch, item: Any, work: FewRows) -> None:
     window, chunk, slopes = batch.window, batch.chunk, batch.alibi_slopes[item.kv_head * group :]
     queries, logits, scales = work.queries, work.logits, work.scales
     sums, highest, weights = work.softmax.sums, work.softmax.highest, work.softmax.weights
-    key_width, value_width, num_rows = queries.shape[1], sums.shape[1], item.num_queries * group
+    key_size, value_size, num_rows = k_cache.shape[3], batch.out.shape[2], item.num_queries * group
+    key_width, value_width = queries.shape[1], sums.shape[1]
     is_adjusted, k_scales = batch.softcap > 0 or len(slopes) > 0, scales.keys
     scale = LOG2_E if is_adjusted else batch.scale * LOG2_E
-    _load_queries(batch.query, batch.token_stride, batch.head_stride, item, group, k_cache.shape[3], queries)
+    _load_queries(batch.query, batch.token_stride, batch.head_stride, item, group, key_size, queries)
     # Four keys are multiplied at once; in whole blocks of fours, none of them can be past the end of the cache.
-    in_place = k_cache.shape[2] % 4 == 0 and k_cache.shape[3] == key_width
+    in_place = k_cache.shape[2] % 4 == 0 and key_size == key_width
     for start in range(item.first_key // 4 * 4 if in_place else item.first_key, item.end_key, KEY_TILE):
         num_keys = min(KEY_TILE, item.end_key - start)
         first = max(start, item.first_key)
@@ -74,7 +75,7 @@ def attend_few(batch: Batch, item: Any, work: FewRows) -> None:
         if in_place:
             _multiply_blocks(queries, num_rows, k_cache, item.kv_head, block_table, start, num_keys, logits)
         else:
-            load_slots(k_cache, item.kv_head, block_table, start, num_keys, work.keys)
+            load_slots(k_cache, item.kv_head, block_table, start, num_keys, key_size, work.keys)
             dot_keys(queries, num_rows, work.keys, 0, 0, num_keys, key_width, logits, 0, KEY_TILE)
         if len(k_scales):
             load_scales(batch.k_scales, item.kv_head, block_table, first, num_values, scales.keys[first - start :])
@@ -95,11 +96,13 @@ def attend_few(batch: Batch, item: Any, work: FewRows) -> None:
                 )  # fmt: skip
             else:
                 logits[row] = 0
-        if v_cache.shape[3] == value_width:
+        if value_size == value_width:
             _add_blocks(logits, first - start, num_rows, v_cache, item.kv_head, block_table, first, num_values, sums)
         else:
-            load_slots(v_cache, item.kv_head, block_table, first, num_values, work.values)
-            add_values(logits, first - start, KEY_TILE, num_rows, work.values, 0, 0, num_values, value_width, sums)
+            load_slots(v_cache, item.kv_head, block_table, first, num_values, value_size, work.values)
+            add_values(
+                logits, first - start, KEY_TILE, num_rows, work.values, 0, value_width, 0, num_values, value_width, sums
+            )
 
 
 @compile_kernel
@@ -156,15 +159,16 @@ def _add_blocks(
     num_values: int,
     sums: NDArray[np.float32],
 ) -> None:
-    _, num_heads, block_size, width = cache.shape
-    of_block = num_heads * block_size * width
+    _, num_heads, block_size, row_size = cache.shape
+    width = sums.shape[1]
+    of_block = num_heads * block_size * row_size
     done = 0
     while done < num_values:
         block, offset = np.int64(block_table[(start + done) // block_size]), (start + done) % block_size
         run = min(block_size - offset, num_values - done)
-        value = block * of_block + (head * block_size + offset) * width
+        value = block * of_block + (head * block_size + offset) * row_size
         ahead = 0
         if done + run < num_values:
             ahead = (np.int64(block_table[(start + done + run) // block_size]) - block) * of_block
-        add_values(weights, column + done, KEY_TILE, num_rows, cache, value, ahead, run, width, sums)
+        add_values(weights, column + done, KEY_TILE, num_rows, cache, value, row_size, ahead, run, width, sums)
         done += run

@@ -57,7 +57,7 @@ class ManyRows(NamedTuple):
 @compile_kernel
 def make_many_rows(batch: Batch, num_rows: int) -> ManyRows:
     per_unit = batch.units.itemsize // batch.numbers.itemsize
-    key_width, value_width = padded(batch.k_cache.shape[3], 2 * LANES), padded(batch.v_cache.shape[3], LANES)
+    key_width, value_width = padded(batch.k_cache.shape[3], 2 * LANES), padded(batch.out.shape[2], LANES)
     num_rows = padded(num_rows, TILE_ROWS)
     single = np.empty(0, np.float32)
     return ManyRows(
@@ -77,10 +77,11 @@ def make_many_rows(batch: Batch, num_rows: int) -> ManyRows:
 def attend_many(batch: Batch, item: Any, work: ManyRows) -> None:
     k_cache, v_cache, block_table, group = batch.k_cache, batch.v_cache, batch.block_tables[item.seq], batch.group
     slopes, num_rows = batch.alibi_slopes[item.kv_head * group :], item.num_queries * group
+    key_size, value_size = k_cache.shape[3], batch.out.shape[2]
     scales, softmax = work.scales, work.softmax
     is_adjusted, k_scales = batch.softcap > 0 or len(slopes) > 0, scales.keys
     scale = LOG2_E if is_adjusted else batch.scale * LOG2_E
-    _load_queries(batch.query, batch.token_stride, batch.head_stride, item, group, k_cache.shape[3], work.queries)
+    _load_queries(batch.query, batch.token_stride, batch.head_stride, item, group, key_size, work.queries)
     units = work.turned_keys.dtype
     queries, keys, weights = work.queries.view(units), work.keys.view(units), work.weights.view(units)
     turned_keys, values, paired_values, logits = work.turned_keys, work.values, work.paired_values, work.logits
@@ -89,9 +90,9 @@ def attend_many(batch: Batch, item: Any, work: ManyRows) -> None:
     per_unit = KEY_TILE // weights.shape[1]
     for start in range(item.first_key, item.end_key, KEY_TILE):
         num_keys = min(KEY_TILE, item.end_key - start)
-        load_slots(k_cache, item.kv_head, block_table, start, num_keys, work.keys)
+        load_slots(k_cache, item.kv_head, block_table, start, num_keys, key_size, work.keys)
         _turn(keys, turned_keys)
-        load_slots(v_cache, item.kv_head, block_table, start, num_keys, values)
+        load_slots(v_cache, item.kv_head, block_table, start, num_keys, value_size, values)
         _pair(values, num_keys, per_unit, paired_values)
         if len(k_scales):
             load_scales(batch.k_scales, item.kv_head, block_table, start, num_keys, scales.keys)

@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     token_stride: int
     head_stride: int
     k_cache: NDArray[Any]  # [num_blocks, K, block_size, D]
-    v_cache: NDArray[Any]  # [num_blocks, K, block_size, Dv]
+    v_cache: NDArray[Any]  # [num_blocks, K, block_size, Dv], or k_cache: a value is the first Dv numbers of a row
     k_scales: NDArray[np.uint16]  # [num_blocks, K, block_size]
     v_scales: NDArray[np.uint16]
     block_tables: NDArray[np.int32]  # [S, max_blocks]
@@ -80,23 +80,29 @@ def zeros(num_rows: int, width: int, like: NDArray[Any]) -> NDArray[Any]:
 
 @compile_kernel
 def load_slots(
-    cache: NDArray[Any], head: int, block_table: NDArray[np.int32], start: int, num_slots: int, tile: NDArray[Any]
+    cache: NDArray[Any],
+    head: int,
+    block_table: NDArray[np.int32],
+    start: int,
+    num_slots: int,
+    size: int,
+    tile: NDArray[Any],
 ) -> None:
-    """Copy the slots of consecutive positions into the first rows of a tile."""
-    _, num_heads, block_size, head_size = cache.shape
+    """Copy the first `size` numbers of the slots of consecutive positions into the first rows of a tile."""
+    _, num_heads, block_size, row_size = cache.shape
     width = tile.shape[1]
-    whole = head_size // LANES * LANES
+    whole = size // LANES * LANES
     done = 0
     while done < num_slots:
         block, offset = block_table[(start + done) // block_size], (start + done) % block_size
         run = min(block_size - offset, num_slots - done)
-        source = ((block * num_heads + head) * block_size + offset) * head_size
-        if width == head_size:
+        source = ((block * num_heads + head) * block_size + offset) * row_size
+        if size == width == row_size:
             copy_numbers(cache, source, tile, done * width, run * width)
         else:
             for i in range(run):
-                copy_numbers(cache, source + i * head_size, tile, (done + i) * width, whole)
-                for d in range(whole, head_size):
+                copy_numbers(cache, source + i * row_size, tile, (done + i) * width, whole)
+                for d in range(whole, size):
                     copy_number(cache[block, head, offset + i], d, tile[done + i], d)
         done += run
 

@@ -35,9 +35,9 @@ _PAIR = np.empty(0, np.int32)
 
 def store_kv(
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor,
     *,
     k_scales: Tensor | None = None,
@@ -46,6 +46,8 @@ def store_kv(
     """See `reference.store_kv`."""
     slots = slot_mapping.numpy()
     for rows, cache, scales in ((key, k_cache, k_scales), (value, v_cache, v_scales)):
+        if rows is None or cache is None:
+            continue
         if scales is None:
             store(*_rows(rows), array_of(cache), slots)
         else:
@@ -55,7 +57,7 @@ def store_kv(
 def paged_attention(
     query: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -68,16 +70,21 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    value_size: int | None = None,
 ) -> Tensor:
     """See `reference.paged_attention`."""
-    out = query.new_empty(query.shape[0], query.shape[1], v_cache.shape[3])
+    if v_cache is None:
+        v_cache, v_scales = k_cache, k_scales
+    else:
+        value_size = v_cache.shape[3]
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and value_size is not None
+    out = query.new_empty(query.shape[0], query.shape[1], value_size)
     num_threads = set_num_threads()
-    keys, values = array_of(k_cache), array_of(v_cache)
     attend(
-        items_kernel(query, k_cache, values),
+        items_kernel(query, k_cache),
         *_rows(query),
-        keys,
-        values,
+        array_of(k_cache),
+        array_of(v_cache),
         NO_SCALES if k_scales is None else array_of(k_scales),
         NO_SCALES if v_scales is None else array_of(v_scales),
         block_tables.numpy(),
@@ -103,17 +110,16 @@ def tile_types(query: Tensor, k_cache: Tensor) -> tuple[NDArray[Any], NDArray[An
     return _SINGLE, _SINGLE
 
 
-def items_kernel(query: Tensor, k_cache: Tensor, values: NDArray[Any]) -> int:
+def items_kernel(query: Tensor, k_cache: Tensor) -> int:
     """The address of the kernel that `attend` works on its items with, for arguments of these types."""
-    return _items_kernel(query.dtype, k_cache.dtype, values.flags.c_contiguous, tile_types(query, k_cache)[1] is _PAIR)
+    return _items_kernel(query.dtype, k_cache.dtype, tile_types(query, k_cache)[1] is _PAIR)
 
 
 @functools.cache
-def _items_kernel(dtype: torch.dtype, cache_dtype: torch.dtype, is_contiguous: bool, in_pairs: bool) -> int:
+def _items_kernel(dtype: torch.dtype, cache_dtype: torch.dtype, in_pairs: bool) -> int:
     like, numbers = TYPES[dtype], TYPES[torch.bfloat16] if in_pairs else _SINGLE
     cache = array_of(torch.empty(0, 0, 0, 0, dtype=cache_dtype))
-    values = cache if is_contiguous else np.empty((2, 2, 2, 2), cache.dtype)[:, :, :, :1]
-    caches = (cache, values, NO_SCALES, NO_SCALES, np.empty((0, 0), np.int32))
+    caches = (cache, cache, NO_SCALES, NO_SCALES, np.empty((0, 0), np.int32))
     made = (np.empty((0, 0, 0), like.dtype), np.empty((0, 0), np.float32))
     tiles = (numbers, _PAIR if in_pairs else _SINGLE)
     zero = np.float32(0)
@@ -217,7 +223,7 @@ def attend(
         v_scales,
         block_tables,
         out,
-        np.empty((num_partials, padded(v_cache.shape[3], LANES) + 2), np.float32),
+        np.empty((num_partials, padded(out.shape[2], LANES) + 2), np.float32),
         numbers,
         units,
         group,

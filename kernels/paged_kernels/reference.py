@@ -21,9 +21,9 @@ LARGEST_STORED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5
 
 def store_kv(
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor,
     *,
     k_scales: Tensor | None = None,
@@ -37,9 +37,9 @@ def store_kv(
 
     Args:
         key: [T, K, D]
-        value: [T, K, Dv]
+        value: [T, K, Dv], or None if values are the first numbers of their keys, and stored with them.
         k_cache: [num_blocks, K, block_size, D]; one head's slots in a block are contiguous.
-        v_cache: [num_blocks, K, block_size, Dv]
+        v_cache: [num_blocks, K, block_size, Dv], or None if `value` is.
         slot_mapping: [T] int64, `block_id * block_size + offset` of each token; -1 writes nothing.
         k_scales: [num_blocks, K, block_size] bfloat16, what the numbers of each slot are multiples of.
         v_scales: likewise
@@ -47,7 +47,10 @@ def store_kv(
     block_size = k_cache.shape[2]
     written = slot_mapping >= 0
     slots = slot_mapping[written]
-    for rows, cache, scales in ((key[written], k_cache, k_scales), (value[written], v_cache, v_scales)):
+    for given, cache, scales in ((key, k_cache, k_scales), (value, v_cache, v_scales)):
+        if given is None or cache is None:
+            continue
+        rows = given[written]
         if scales is not None:
             wide, largest = rows.float(), LARGEST_STORED[cache.dtype]
             of_rows = (wide.abs().amax(2) / largest).to(scales.dtype)
@@ -61,7 +64,7 @@ def store_kv(
 def paged_attention(
     query: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -74,6 +77,7 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    value_size: int | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's last tokens to all its cached ones, themselves included.
 
@@ -82,7 +86,7 @@ def paged_attention(
     Args:
         query: [T, H, D], the sequences one after the other. H is a multiple of K.
         k_cache: [num_blocks, K, block_size, D]
-        v_cache: [num_blocks, K, block_size, Dv]
+        v_cache: [num_blocks, K, block_size, Dv], or None: the first `value_size` numbers of a key are its value.
         block_tables: [S, max_blocks] int32
         query_start_loc: [S + 1] int32; sequence s has the queries from entry s up to entry s + 1, perhaps none.
         seq_lens: [S] int32, the cached tokens of each sequence, those of this step's queries included.
@@ -93,12 +97,15 @@ def paged_attention(
         sinks: [H], a logit per head that takes part in the softmax and has no value.
         alibi_slopes: [H], adds `slope * (key position - query position)` to the logits.
         k_scales: [num_blocks, K, block_size] bfloat16, by which an int8 or float8 cache is multiplied.
-        v_scales: likewise
+        v_scales: likewise; None if `v_cache` is.
+        value_size: Dv if `v_cache` is None, at most D.
 
     Returns:
         [T, H, Dv] in the type of `query`; softmax and sums are float32.
     """
     num_heads, num_kv_heads = query.shape[1], k_cache.shape[1]
+    if v_cache is None:
+        v_cache, v_scales = k_cache[..., :value_size], k_scales
     out = query.new_empty(query.shape[0], num_heads, v_cache.shape[3])
     starts = query_start_loc.tolist()
     for s, seq_len in enumerate(seq_lens.tolist()):

@@ -243,7 +243,7 @@ class LayerStack:
             address_of(fused.gate_all_rows, *gate),
             address_of(stores, like, 0, 0, *stored),
             address_of(cpu.attend, 0, *heads, 0.0, 0, 0, 0.0, cpu.NO_HEADS, cpu.NO_HEADS, 0),
-            cpu.items_kernel(x, tensors[0], values),
+            cpu.items_kernel(x, tensors[0]),
             address_of(multiply, qkv.part_kernels(x), qkv.types(x), 0, 0, qkv.arguments(), 0, 0, 0),
             qkv.part_kernels(x),
         )

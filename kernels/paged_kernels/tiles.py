@@ -276,23 +276,24 @@ def add_values(
     num_rows: Any,
     values: Any,
     values_start: Any,
+    values_stride: Any,
     ahead: Any,
     num_values: Any,
     width: Any,
     totals: Any,
 ) -> Typed:
-    """Add to each row's total the values, which follow one another, each times the row's weight for it.
+    """Add to each row's total the values, which are `values_stride` numbers apart, each times the row's weight for it.
 
     Values and totals are `width` numbers, a multiple of LANES. The values that are `ahead` numbers further are brought
     into the caches meanwhile.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        width, stored_type = args[8], signature.args[4].dtype
+        width, stored_type = args[9], signature.args[4].dtype
         element = context.get_data_type(stored_type)
         first_weight = address_at(context, builder, signature.args[0], args[0], args[1])
         first_value = address_at(context, builder, signature.args[4], args[4], args[5])
-        first_total = address_at(context, builder, signature.args[9], args[9], ir.IntType(64)(0))
+        first_total = address_at(context, builder, signature.args[10], args[10], ir.IntType(64)(0))
 
         def add(column: Any, num_vectors: int, row: Any, num_rows: int) -> None:
             weight = builder.gep(first_weight, [builder.mul(row, args[2])])
@@ -309,12 +310,12 @@ def add_values(
             sums = [
                 [cgutils.alloca_once_value(builder, load_vector(builder, place)) for place in each] for each in places
             ]
-            with cgutils.for_range(builder, args[7]) as loop:
-                value = builder.gep(first_value, [builder.mul(loop.index, width)])
+            with cgutils.for_range(builder, args[8]) as loop:
+                value = builder.gep(first_value, [builder.mul(loop.index, args[6])])
                 loaded = []
                 for offset in offsets:
                     place = builder.gep(value, [offset])
-                    emit_prefetch(builder, builder.gep(place, [args[6]]))
+                    emit_prefetch(builder, builder.gep(place, [args[7]]))
                     loaded.append(emit_to_float32(builder, stored_type, load_vector(builder, place, element)))
                 for r, row_sums in enumerate(sums):
                     place = builder.gep(weight, [builder.add(loop.index, with_constant(args[2], r, builder.mul))])
@@ -335,7 +336,7 @@ def add_values(
         return context.get_dummy_value()
 
     integer = types.int64
-    flat = (weights, integer, integer, integer, values, integer, integer, integer, integer, totals)
+    flat = (weights, integer, integer, integer, values, *[integer] * 5, totals)
     return types.void(*flat), emit
 
 

@@ -44,6 +44,7 @@ def attend(
     KEY_COLUMNS: tl.constexpr,
     TAIL_COLUMNS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
+    VALUE_STRIDE: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -57,8 +58,10 @@ def attend(
     """The grid is (tiles, NUM_KV_HEADS * head blocks, splits); starts_ptr may be None if each sequence has one query.
 
     A key is loaded as KEY_COLUMNS and TAIL_COLUMNS numbers, both powers of two, so that 80 numbers take 64 + 16
-    columns. If the keys are split, each split has TILES_PER_SPLIT tiles at least, and parts_ptr and weights_ptr are
-    written, not out_ptr; otherwise it is None.
+    columns. Values are VALUE_STRIDE numbers apart, and may be in keys: they are then loaded once more, from the L2
+    cache, since Triton 3.9 copies no tile ahead that two products take in different orders. If the keys are split, each
+    split has TILES_PER_SPLIT tiles at least, and parts_ptr and weights_ptr are written, not out_ptr; otherwise it is
+    None.
     """
     QUERIES: tl.constexpr = ROWS // HEADS
     HEAD_BLOCKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -151,7 +154,7 @@ def attend(
         highest = new_highest
         if v_scales_ptr is not None:
             shares *= _load_wide(v_scales_ptr + slots, is_key)[None, :]
-        value_rows = v_cache_ptr + slots * VALUE_SIZE
+        value_rows = v_cache_ptr + slots * VALUE_STRIDE
         v = _load(value_rows[:, None], is_key[:, None], value_columns[None, :], VALUE_SIZE).to(query.dtype)
         sums = tl.dot(shares.to(query.dtype), v, sums * factor[:, None], input_precision="ieee")
         keys = next_keys

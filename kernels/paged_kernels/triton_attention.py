@@ -30,9 +30,9 @@ class AttentionPlan(NamedTuple):
 
 def store_kv(
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor,
     *,
     k_scales: Tensor | None = None,
@@ -43,18 +43,22 @@ def store_kv(
     if num_tokens == 0:
         return
     _check_cache(k_cache, v_cache, k_scales, v_scales)
-    key, value = _with_contiguous_heads(key), _with_contiguous_heads(value)
-    num_numbers = triton.next_power_of_2(num_kv_heads) * triton.next_power_of_2(max(key_size, value.shape[2]))
+    key = _with_contiguous_heads(key)
+    value_size, value_token_stride, value_head_stride = 0, 0, 0
+    if value is not None:
+        value = _with_contiguous_heads(value)
+        value_size, (value_token_stride, value_head_stride, _) = value.shape[2], value.stride()
+    num_numbers = triton.next_power_of_2(num_kv_heads) * triton.next_power_of_2(max(key_size, value_size))
     store_tokens[(num_tokens,)](
         key, value, k_cache, v_cache, k_scales, v_scales, slot_mapping,
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        key.stride(0), key.stride(1), value_token_stride, value_head_stride,
         NUM_KV_HEADS=num_kv_heads,
         HEADS=triton.next_power_of_2(num_kv_heads),
         BLOCK=k_cache.shape[2],
         KEY_SIZE=key_size,
         KEY_COLUMNS=triton.next_power_of_2(key_size),
-        VALUE_SIZE=value.shape[2],
-        VALUE_COLUMNS=triton.next_power_of_2(value.shape[2]),
+        VALUE_SIZE=value_size,
+        VALUE_COLUMNS=triton.next_power_of_2(value_size),
         LARGEST=None if k_scales is None else LARGEST_STORED[k_cache.dtype],
         num_warps=min(max(num_numbers // 256, 1), 8),  # 8 numbers per thread: 16 bytes, or all at once
     )  # fmt: skip
@@ -63,7 +67,7 @@ def store_kv(
 def paged_attention(
     query: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     block_tables: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
@@ -76,6 +80,7 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    value_size: int | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
     """See `reference.paged_attention`; caches and scales are contiguous.
@@ -86,7 +91,12 @@ def paged_attention(
     """
     _check_cache(k_cache, v_cache, k_scales, v_scales)
     query = _with_contiguous_heads(query)
-    out = query.new_empty(query.shape[0], query.shape[1], v_cache.shape[3])
+    if v_cache is None:
+        v_cache, v_scales = k_cache, k_scales
+    else:
+        value_size = v_cache.shape[3]
+    assert value_size is not None
+    out = query.new_empty(query.shape[0], query.shape[1], value_size)
     layer = _Layer(k_cache, v_cache, k_scales, v_scales, scale, window, chunk, softcap, sinks, alibi_slopes)
     if plan is None:
         plan = AttentionPlan(0, block_tables.shape[1] * k_cache.shape[2])
@@ -127,7 +137,7 @@ class _Batch(NamedTuple):
 
 def _attend(layer: _Layer, batch: _Batch, plan: AttentionPlan) -> None:
     num_tokens, num_heads, key_size = batch.query.shape
-    num_sequences, num_kv_heads, value_size = len(batch.seq_lens), layer.k_cache.shape[1], layer.v_cache.shape[3]
+    num_sequences, num_kv_heads, value_size = len(batch.seq_lens), layer.k_cache.shape[1], batch.out.shape[2]
     if num_tokens == 0:
         return
     device, group = current_device(), num_heads // num_kv_heads
@@ -156,6 +166,7 @@ def _attend(layer: _Layer, batch: _Batch, plan: AttentionPlan) -> None:
         KEY_COLUMNS=key_columns,
         TAIL_COLUMNS=_columns(key_size - key_columns) if key_size > key_columns else 0,
         VALUE_SIZE=value_size,
+        VALUE_STRIDE=layer.v_cache.shape[3],
         VALUE_COLUMNS=_columns(value_size),
         ROWS=config.rows,
         HEADS=heads,
@@ -185,8 +196,10 @@ def _with_contiguous_heads(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def _check_cache(k_cache: Tensor, v_cache: Tensor, k_scales: Tensor | None, v_scales: Tensor | None) -> None:
-    assert k_cache.dtype == v_cache.dtype
-    assert (k_cache.dtype in LARGEST_STORED) == (k_scales is not None) == (v_scales is not None)
+def _check_cache(k_cache: Tensor, v_cache: Tensor | None, k_scales: Tensor | None, v_scales: Tensor | None) -> None:
+    has_scales = k_cache.dtype in LARGEST_STORED
+    assert has_scales == (k_scales is not None)
+    assert (has_scales and v_cache is not None) == (v_scales is not None)
+    assert v_cache is None or v_cache.dtype == k_cache.dtype
     assert all(tensor.is_contiguous() for tensor in (k_cache, v_cache, k_scales, v_scales) if tensor is not None)
     check_cache_dtype(current_device().architecture, k_cache.dtype)

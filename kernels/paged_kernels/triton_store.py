@@ -1,4 +1,4 @@
-"""Device code of `store_kv`: one program writes the key and the value of one token, all heads at once."""
+"""Device code of `store_kv`: one program writes the key and the value, if any, of one token, all heads at once."""
 
 import triton
 import triton.language as tl
@@ -40,10 +40,11 @@ def store_tokens(
         key_ptr + token * key_token_stride, key_head_stride, k_cache_ptr, k_scales_ptr, heads, rows,
         NUM_KV_HEADS, KEY_SIZE, KEY_COLUMNS, LARGEST,
     )  # fmt: skip
-    _store_heads(
-        value_ptr + token * value_token_stride, value_head_stride, v_cache_ptr, v_scales_ptr, heads, rows,
-        NUM_KV_HEADS, VALUE_SIZE, VALUE_COLUMNS, LARGEST,
-    )  # fmt: skip
+    if value_ptr is not None:
+        _store_heads(
+            value_ptr + token * value_token_stride, value_head_stride, v_cache_ptr, v_scales_ptr, heads, rows,
+            NUM_KV_HEADS, VALUE_SIZE, VALUE_COLUMNS, LARGEST,
+        )  # fmt: skip
 
 
 @triton.jit

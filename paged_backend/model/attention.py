@@ -47,6 +47,10 @@ class LayerSpec(NamedTuple):
     def is_stored(self) -> bool:
         return self.source is None
 
+    @property
+    def has_own_values(self) -> bool:
+        return self.latent is None
+
     def kernel_options(self, sinks: Tensor | None) -> dict[str, Any]:
         return {
             "scale": self.scale,
@@ -54,6 +58,7 @@ class LayerSpec(NamedTuple):
             "chunk": self.chunk,
             "softcap": self.softcap,
             "sinks": sinks,
+            "value_size": None if self.has_own_values else self.value_head_size,
         }
 
 
@@ -189,26 +194,32 @@ class PagedLayers:
         # Sinks are a parameter of the model, which may be trained or moved, so they are read at each call.
         spec, cache = next(self._layers)
         batch_size, _, num_tokens, _ = query.shape
-        if spec.latent is not None:
-            assert self._latents is not None
-            query, key, value = spec.latent.absorb(module, query, *self._latents)
-        query, key, value = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
-        out = self._attend(spec, cache, query, key, value, _sinks(options))
-        out = out.view(batch_size, num_tokens, *out.shape[1:])
-        return out if spec.latent is None else spec.latent.expand(module, out)
+        if spec.latent is None:
+            out = self._attend(spec, cache, _packed(query), _packed(key), _packed(value), _sinks(options))
+            return out.view(batch_size, num_tokens, *out.shape[1:])
+        assert self._latents is not None
+        query, key = spec.latent.absorb(module, query, *self._latents)
+        out = self._attend(spec, cache, _packed(query), _packed(key), None, _sinks(options))
+        return spec.latent.expand(module, out.view(batch_size, num_tokens, *out.shape[1:]))
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """query [T, H, D], key [T, K, D], value [T, K, Dv] -> [T, H, Dv]; sinks [H]."""
         return self._attend(*next(self._layers), query, key, value, sinks)
 
     def _attend(
-        self, spec: LayerSpec, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+        self, spec: LayerSpec, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
         if spec.is_stored:
             if cache.key_scales is None:  # some models compute rotary positions, and so keys, in float32
-                key, value = key.to(cache.keys.dtype), value.to(cache.values.dtype)
+                dtype = cache.keys.dtype
+                key, value = key.to(dtype), None if value is None else value.to(dtype)
             self._step.store(cache, key, value)
         return self._step.attend(spec, cache, query, sinks)
+
+
+def _packed(heads: Tensor) -> Tensor:
+    """[B, H, S, D] -> [T, H, D]"""
+    return heads.transpose(1, 2).flatten(0, 1)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

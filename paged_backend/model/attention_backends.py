@@ -49,8 +49,8 @@ class Needs(NamedTuple):
 class StepAttention(Protocol):
     """Attention in one step, layer by layer."""
 
-    def store(self, cache: LayerCache, key: Tensor, value: Tensor) -> None:
-        """key [T, K, D] and value [T, K, Dv] into their slots."""
+    def store(self, cache: LayerCache, key: Tensor, value: Tensor | None) -> None:
+        """key [T, K, D] and value [T, K, Dv] into their slots; no value if the cache has none."""
         ...
 
     def attend(self, spec: LayerSpec, cache: LayerCache, query: Tensor, sinks: Tensor | None) -> Tensor:
@@ -86,7 +86,7 @@ class _KernelStep:
     ) -> None:
         self._metadata, self._store, self._attend, self._options = metadata, store, attend, options
 
-    def store(self, cache: LayerCache, key: Tensor, value: Tensor) -> None:
+    def store(self, cache: LayerCache, key: Tensor, value: Tensor | None) -> None:
         self._store(key, value, cache.keys, cache.values, self._metadata.slot_mapping, **cache.scales)
 
     def attend(self, spec: LayerSpec, cache: LayerCache, query: Tensor, sinks: Tensor | None) -> Tensor:
@@ -170,7 +170,7 @@ class _LibraryStep:
     def __init__(self, metadata: AttentionMetadata) -> None:
         self._metadata = metadata
 
-    def store(self, cache: LayerCache, key: Tensor, value: Tensor) -> None:
+    def store(self, cache: LayerCache, key: Tensor, value: Tensor | None) -> None:
         paged_kernels.store_kv(key, value, cache.keys, cache.values, self._metadata.slot_mapping, **cache.scales)
 
 
@@ -203,6 +203,7 @@ class _FlashStep(_LibraryStep):
 
     def attend(self, spec: LayerSpec, cache: LayerCache, query: Tensor, sinks: Tensor | None) -> Tensor:
         metadata = self._metadata
+        assert cache.values is not None
         return self._function(
             query,
             cache.keys.transpose(1, 2),

@@ -103,10 +103,7 @@ class FusedDecoder:
         weights = [weights for layer in self._layers if (weights := layer.weights()) is not None]
         if are_interpreted() or len(weights) < len(self._layers) or not LayerStack.can_hold(weights):
             return
-        attention = [
-            AttentionOfLayer(*cache, scale=spec.scale, window=spec.window, chunk=spec.chunk, softcap=spec.softcap)
-            for spec, cache in zip(specs, kv_cache, strict=True)
-        ]
+        attention = [_attention_of(spec, cache) for spec, cache in zip(specs, kv_cache, strict=True)]
         layer = self._layers[0]
         num_heads, num_kv_heads, _ = layer.num_heads
         options = StackOptions(num_heads, num_kv_heads, layer.head_size, self._norm.eps, self._activation)
@@ -171,6 +168,12 @@ class FusedDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [R, E] -> logits [R, V]."""
         return self._lm_head(hidden)
+
+
+def _attention_of(spec: LayerSpec, cache: LayerCache) -> AttentionOfLayer:
+    keys, values, key_scales, value_scales = cache
+    assert values is not None
+    return AttentionOfLayer(keys, values, key_scales, value_scales, spec.scale, spec.window, spec.chunk, spec.softcap)
 
 
 def _normed(norm: _Norm | None, heads: Tensor) -> Tensor:

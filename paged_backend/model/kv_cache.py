@@ -38,6 +38,10 @@ class KVShape(Protocol):
     @property
     def value_head_size(self) -> int: ...
     @property
+    def has_own_values(self) -> bool:
+        """Whether values are numbers of their own, and not the first `value_head_size` of their keys'."""
+
+    @property
     def source(self) -> int | None:
         """Another layer, whose keys and values are this one's too."""
 
@@ -48,10 +52,10 @@ class KVShape(Protocol):
 
 class LayerCache(NamedTuple):
     """Keys [blocks, K, block_size, D] and values [blocks, K, block_size, Dv] of a layer, and what they are multiples
-    of, [blocks, K, block_size] each, if they have 8 bits."""
+    of, [blocks, K, block_size] each, if they have 8 bits. No values if they are the first numbers of their keys."""
 
     keys: Tensor
-    values: Tensor
+    values: Tensor | None
     key_scales: Tensor | None
     value_scales: Tensor | None
 
@@ -75,10 +79,13 @@ def storage_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 def block_bytes(specs: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
-    stored = [spec for spec in specs if spec.is_stored]
-    num_values = sum(spec.num_kv_heads * (spec.head_size + spec.value_head_size) for spec in stored)
-    num_scales = sum(2 * spec.num_kv_heads for spec in stored) if dtype in _SCALED else 0
-    return (num_values * dtype.itemsize + num_scales * _SCALE.itemsize) * block_size
+    of_head = _SCALE.itemsize if dtype in _SCALED else 0
+    per_token = 0
+    for spec in specs:
+        if spec.is_stored:
+            sizes = [spec.head_size, *([spec.value_head_size] if spec.has_own_values else [])]
+            per_token += spec.num_kv_heads * sum(size * dtype.itemsize + of_head for size in sizes)
+    return per_token * block_size
 
 
 def num_blocks_for(
@@ -120,12 +127,17 @@ def allocate(
 ) -> list[LayerCache]:
     """The cache of each layer, not initialised; that of a layer that shares another one's is the same."""
 
+    def pages(num_heads: int, size: int) -> tuple[Tensor, Tensor | None]:
+        slots = (num_blocks, num_heads, block_size)
+        scales = torch.empty(slots, dtype=_SCALE, device=device) if dtype in _SCALED else None
+        return torch.empty(*slots, size, dtype=dtype, device=device), scales
+
     def cache(spec: KVShape) -> LayerCache:
-        slots = (num_blocks, spec.num_kv_heads, block_size)
-        sizes = (spec.head_size, spec.value_head_size)
-        tensors = [torch.empty(*slots, size, dtype=dtype, device=device) for size in sizes]
-        scales = [torch.empty(slots, dtype=_SCALE, device=device) if dtype in _SCALED else None for _ in sizes]
-        return LayerCache(*tensors, *scales)
+        keys, key_scales = pages(spec.num_kv_heads, spec.head_size)
+        if not spec.has_own_values:
+            return LayerCache(keys, None, key_scales, None)
+        values, value_scales = pages(spec.num_kv_heads, spec.value_head_size)
+        return LayerCache(keys, values, key_scales, value_scales)
 
     layers: list[LayerCache] = []
     for spec in specs:

@@ -2,7 +2,8 @@
 
 A key head is `[W_key c, r]` and a value head `W_value c`, with the token's latent c and rotary part r the same for all
 heads. So `q · k = [W_key^T q, q_rotary] · [c, r]`: queries are taken to the latents' space, where there is a single key
-and value head, and what comes out is taken back by W_value. Keys and values of past tokens are never expanded.
+and value head, and what comes out is taken back by W_value. Keys and values of past tokens are never expanded. Among
+latents the key of a token is `[c, r]` and its value c, the first numbers of the key: so keys are all that is stored.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ class LatentShape(NamedTuple):
     """Of a key head, without its rotary part."""
     value_size: int
 
-    def absorb(self, module: nn.Module, query: Tensor, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """query [B, H, S, key_size + rotary], latent [B, 1, S, rank], rotary [B, 1, S, rotary] -> query, key and value
-        among latents: [B, H, S, rank + rotary], [B, 1, S, rank + rotary] and [B, 1, S, rank]."""
+    def absorb(self, module: nn.Module, query: Tensor, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """query [B, H, S, key_size + rotary], latent [B, 1, S, rank], rotary [B, 1, S, rotary] -> query and key among
+        latents: [B, H, S, rank + rotary] and [B, 1, S, rank + rotary]."""
         query, query_rotary = torch.split(query, [self.key_size, self.num_rotary], dim=-1)
         query = torch.matmul(query, self._weight(module)[:, : self.key_size])
-        return torch.cat([query, query_rotary], dim=-1), torch.cat([latent, rotary.to(latent.dtype)], dim=-1), latent
+        return torch.cat([query, query_rotary], dim=-1), torch.cat([latent, rotary.to(latent.dtype)], dim=-1)
 
     def expand(self, module: nn.Module, out: Tensor) -> Tensor:
         """[B, S, H, rank] -> [B, S, H, value_size]"""

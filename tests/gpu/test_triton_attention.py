@@ -54,10 +54,22 @@ def test_every_shape_of_heads_and_blocks_works(heads, head_sizes, block_size):
     batch.assert_same(paged_attention, plan=AttentionPlan(1, 21))
 
 
+@pytest.mark.parametrize(
+    ("heads", "head_sizes"),
+    [((16, 1), (576, 512)), ((4, 1), (40, 32)), ((4, 2), (48, 40)), ((3, 3), (30, 20)), ((4, 2), (80, 16))],
+    ids=lambda sizes: "-".join(map(str, sizes)),
+)
+def test_values_may_be_in_keys_of_any_shape(heads, head_sizes):
+    batch = Batch([1, 9], [21, 9], heads=heads, head_sizes=head_sizes, values_in_keys=True)
+    batch.assert_same(paged_attention, plan=AttentionPlan(1, 21, num_splits=2))
+
+
 @pytest.mark.parametrize("cache_dtype", [None, *LARGEST_STORED], ids=str)
+@pytest.mark.parametrize("values_in_keys", [False, True], ids=["values", "values in keys"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_type_of_cache_works(dtype, cache_dtype):
-    batch = Batch([1, 9], [21, 9], head_sizes=(32, 16), dtype=dtype, cache_dtype=cache_dtype)
+def test_every_type_of_cache_works(dtype, values_in_keys, cache_dtype):
+    types = {"dtype": dtype, "cache_dtype": cache_dtype, "values_in_keys": values_in_keys}
+    batch = Batch([1, 9], [21, 9], head_sizes=(32, 16), **types)
     batch.assert_same(paged_attention, plan=AttentionPlan(1, 21, num_splits=2))
 
 

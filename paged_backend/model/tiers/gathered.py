@@ -24,6 +24,10 @@ class GatheredSpec(NamedTuple):
     source: None = None
 
     @property
+    def has_own_values(self) -> bool:
+        return True
+
+    @property
     def is_stored(self) -> bool:
         return True
 
@@ -107,6 +111,7 @@ class _GatheredPages:
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         cache = self._kv_cache[layer_idx]
+        assert cache.values is not None
         return self._stored(cache.keys, key), self._stored(cache.values, value)
 
     def _stored(self, cache: Tensor, new: Tensor) -> Tensor:
