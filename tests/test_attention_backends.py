@@ -25,6 +25,7 @@ from paged_backend.model.attention_backends import (
     attention_backend,
 )
 from paged_backend.model.kv_cache import LayerCache, allocate
+from paged_backend.model.latents import LatentShape
 from paged_kernels import reference
 
 needs_interpreter = pytest.mark.skipif(
@@ -179,7 +180,7 @@ def test_flashinfer_plans_once_per_step_for_all_layers_that_are_alike() -> None:
     assert [wrapper.num_plans for wrapper in made] == [2, 2]
 
 
-LATENT = {"num_kv_heads": 1, "head_size": 576, "value_head_size": 512}
+LATENT = {"num_kv_heads": 1, "head_size": 576, "value_head_size": 512, "latent": LatentShape(16, 512, 64, 128, 128)}
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flashinfer"])
@@ -188,7 +189,7 @@ LATENT = {"num_kv_heads": 1, "head_size": 576, "value_head_size": 512}
     [
         ({"chunk": 8}, {}, "chunked attention"),
         ({"has_sinks": True}, {}, "attention sinks"),
-        (LATENT, {}, r"heads of \(576, 512\) numbers"),
+        (LATENT, {}, r"heads of \(576, 512\) numbers \(keys, values\), latents"),
         ({"head_size": 36, "value_head_size": 36}, {}, r"heads of \(36, 36\) numbers"),
         ({}, {"dtype": torch.float32, "cache_dtype": torch.float32}, "not in torch.float32"),
         ({}, {"cache_dtype": torch.int8}, "a KV cache of another type"),

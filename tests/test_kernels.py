@@ -121,9 +121,10 @@ def test_a_cache_of_integers_serves_every_shape(heads, head_sizes, block_size):
     Batch([1, 5, 18], [300, 37, 18], dtype=torch.bfloat16, cache_dtype=torch.int8, **sizes).assert_same(paged_attention)
 
 
-def test_attention_to_a_cache_of_integers_is_nearly_that_to_its_numbers():
-    lengths = [1, 20], [300, 50]
-    exact, coarse = (Batch(*lengths, head_sizes=(64, 64), cache_dtype=dtype) for dtype in (None, torch.int8))
+@pytest.mark.parametrize("values_in_keys", [False, True], ids=["values", "values in keys"])
+def test_attention_to_a_cache_of_integers_is_nearly_that_to_its_numbers(values_in_keys):
+    case = {"query_lens": [1, 20], "seq_lens": [300, 50], "head_sizes": (72, 64), "values_in_keys": values_in_keys}
+    exact, coarse = (Batch(**case, cache_dtype=dtype) for dtype in (None, torch.int8))
     exact_out, coarse_out = (batch.attend(paged_attention) for batch in (exact, coarse))
     assert 0 < (exact_out - coarse_out).std() / exact_out.std() < 0.02
 
@@ -233,6 +234,9 @@ def test_tokens_are_stored_in_their_slots_and_nowhere_else(store, dtype, contigu
     store(key, value, k_cache, v_cache, torch.tensor(slots))
     assert torch.equal(k_cache, expected_k)
     assert torch.equal(v_cache, expected_v)
+    alone = torch.full_like(k_cache, 7.0)
+    store(key, None, alone, None, torch.tensor(slots))
+    assert torch.equal(alone, expected_k)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -245,7 +249,10 @@ def test_integers_and_their_scales_are_stored_as_defined(dtype):
     for store in (store_kv, reference.store_kv):
         cache = torch.full((3, 2, 4, 16), 77, dtype=torch.int8)
         scales = torch.full((3, 2, 4), 7.0, dtype=torch.bfloat16)
+        alone, scales_alone = cache.clone(), scales.clone()
         store(key, key, cache, cache.clone(), slots, k_scales=scales, v_scales=scales.clone())
+        store(key, None, alone, None, slots, k_scales=scales_alone)
+        assert torch.equal(alone, cache) and torch.equal(scales_alone, scales)
         stored.append((cache, scales))
     assert torch.equal(stored[0][0], stored[1][0])
     assert torch.equal(stored[0][1], stored[1][1])

@@ -305,7 +305,9 @@ def _lacks_as_library(needs: Needs, module: str, package: str, *, most: int, ste
     if any(size != value_size or size > most or size % step for size, value_size in sizes):
         lacking.append(f"heads of {', '.join(map(str, sorted(sizes)))} numbers (keys, values)")
     return lacking + needs.of_layers(
-        chunked_attention=lambda spec: spec.chunk is not None, attention_sinks=lambda spec: spec.has_sinks
+        chunked_attention=lambda spec: spec.chunk is not None,
+        attention_sinks=lambda spec: spec.has_sinks,
+        latents=lambda spec: not spec.has_own_values,
     )
 
 

@@ -183,6 +183,9 @@ def test_tokens_are_stored_in_their_slots_and_nowhere_else(dtype, is_contiguous)
         stored.append(caches)
     assert torch.equal(stored[0][0], stored[1][0])
     assert torch.equal(stored[0][1], stored[1][1])
+    alone = torch.full((3, 3, 4, 16), 7.0, dtype=dtype)
+    store_kv(key, None, alone, None, torch.tensor(SLOTS))
+    assert torch.equal(alone, stored[1][0])
     assert (stored[0][0] == 7).all(-1).sum() == 3 * (12 - 3)
 
 
@@ -192,8 +195,10 @@ def assert_stored_as_defined(key, cache_dtype):
     for store in (store_kv, reference.store_kv):
         caches = [garbage_cache(3, num_kv_heads, 4, size, dtype=cache_dtype) for _ in "kv"]
         scales = [torch.full((3, num_kv_heads, 4), 7.0, dtype=torch.bfloat16) for _ in "kv"]
+        alone, scales_alone = caches[0].clone(), scales[0].clone()
         store(key, -key, *caches, torch.tensor(SLOTS), k_scales=scales[0], v_scales=scales[1])
-        stored.append([*caches, *scales])
+        store(key, None, alone, None, torch.tensor(SLOTS), k_scales=scales_alone)
+        stored.append([*caches, *scales, alone, scales_alone])
     for ours, defined in zip(*stored, strict=True):
         assert torch.equal(ours.view(torch.int8), defined.view(torch.int8))
 

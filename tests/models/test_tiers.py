@@ -25,7 +25,7 @@ OF_TIER = {
     "bloom": Tier.GATHERED,
     "minimax": Tier.OWN_CACHE,
 }
-LATENT, SHARING = "deepseek_v3", "gemma4_text"
+SHARING = "gemma4_text"
 KEEPS_STATE = ("lfm2", "mamba", "minimax")
 
 
@@ -67,7 +67,7 @@ def test_the_self_check_finds_the_tier(architecture: str) -> None:
     assert verdict.bytes_per_token * verdict.num_tokens + verdict.bytes_per_sequence <= 2**20
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "bloom", "minimax", *map(slow, ("mamba", LATENT, SHARING))])
+@pytest.mark.parametrize("architecture", ["lfm2", "bloom", "minimax", *map(slow, ("mamba", SHARING))])
 def test_every_setting_gives_the_greedy_tokens(architecture: str) -> None:
     model = make_tiny(architecture)
     prompts = random_prompts(*LENGTHS)
@@ -81,7 +81,7 @@ def test_every_setting_gives_the_greedy_tokens(architecture: str) -> None:
         assert (stats.num_preemptions > 0) == (name == "preempted"), name
 
 
-@pytest.mark.parametrize("architecture", ["lfm2", "bloom", "minimax", *map(slow, ("mamba", LATENT, SHARING))])
+@pytest.mark.parametrize("architecture", ["lfm2", "bloom", "minimax", *map(slow, ("mamba", SHARING))])
 def test_samples_and_beams_fork_with_all_that_their_parent_has(architecture: str) -> None:
     model = make_tiny(architecture)
     (prompt,) = random_prompts(18)
@@ -97,7 +97,7 @@ def test_samples_and_beams_fork_with_all_that_their_parent_has(architecture: str
     assert len({tuple(beam.token_ids) for beam in beams.outputs}) == 3
 
 
-@pytest.mark.parametrize("architecture", ["bloom", *map(slow, (LATENT, SHARING))])
+@pytest.mark.parametrize("architecture", ["bloom", slow(SHARING)])
 def test_what_is_all_in_pages_is_shared(architecture: str) -> None:
     model = make_tiny(architecture)
     (prompt,) = random_prompts(22)
@@ -138,20 +138,17 @@ def test_embeddings_are_the_models_hidden_states(architecture: str, pooling: str
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_latents_take_less_than_heads_and_shared_layers_nothing() -> None:
-    def bytes_per_token(architecture: str) -> int:
-        return check_model(make_tiny(architecture), kv_cache_memory="1MiB").bytes_per_token
-
-    rank, rotary, num_layers, num_bytes = 32, 8, 4, 4
-    assert bytes_per_token(LATENT) == num_layers * (2 * rank + rotary) * num_bytes
-    kinds = check_model(make_tiny(SHARING), kv_cache_memory="1MiB").layers
-    assert kinds.pop("another layer's keys and values") == 2
-    assert sum(kinds.values()) == 4
-
-
-def test_with_adapters_keys_are_expanded_since_an_adapter_may_change_how() -> None:
-    verdict = check_model(make_tiny(LATENT), kv_cache_memory="1MiB", enable_lora=True)
-    assert verdict.layers == {"full, 4 x 24": 4}
+@pytest.mark.parametrize("architecture", [SHARING, "gemma3n_text"])
+def test_layers_that_share_keys_and_values_take_nothing(architecture: str) -> None:
+    model, memory = make_tiny(architecture), 2**20
+    config: Any = model.config
+    verdict = check_model(model, block_size=4, kv_cache_memory=memory)
+    kinds = dict(verdict.layers)
+    num_stored = config.num_hidden_layers - config.num_kv_shared_layers
+    assert kinds.pop("another layer's keys and values") == config.num_kv_shared_layers == 2
+    assert sum(kinds.values()) == num_stored == 4
+    assert verdict.bytes_per_token == num_stored * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert verdict.num_tokens == memory // (verdict.bytes_per_token * 4) * 4
 
 
 def test_states_have_room_or_are_refused() -> None:
