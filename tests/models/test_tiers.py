@@ -140,14 +140,15 @@ def test_embeddings_are_the_models_hidden_states(architecture: str, pooling: str
 
 @pytest.mark.parametrize("architecture", [SHARING, "gemma3n_text"])
 def test_layers_that_share_keys_and_values_take_nothing(architecture: str) -> None:
-    model, memory = make_tiny(architecture), 2**20
-    config: Any = model.config
+    model: Any = make_tiny(architecture)
+    config, memory = model.config, 2**20
     verdict = check_model(model, block_size=4, kv_cache_memory=memory)
     kinds = dict(verdict.layers)
     num_stored = config.num_hidden_layers - config.num_kv_shared_layers
     assert kinds.pop("another layer's keys and values") == config.num_kv_shared_layers == 2
     assert sum(kinds.values()) == num_stored == 4
-    assert verdict.bytes_per_token == num_stored * 2 * config.num_key_value_heads * config.head_dim * 4
+    sizes = [layer.self_attn.k_proj.out_features for layer in model.model.layers[:num_stored]]
+    assert verdict.bytes_per_token == sum(2 * size * 4 for size in sizes)
     assert verdict.num_tokens == memory // (verdict.bytes_per_token * 4) * 4
 
 
