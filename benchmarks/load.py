@@ -36,7 +36,7 @@ from engines import ENVIRONMENTS, PEERS, Setup, available_threads
 from paged_backend import LLM, SamplingParams
 from rounds import start, versions
 from servers import HOST, free_port, peer_command, serving
-from stream_client import Answer, chat
+from stream_client import Answer, chat, run
 from workloads import Conversation, Workload
 
 SHORTEST, LONGEST = 16, 128
@@ -185,9 +185,9 @@ def load_of_ours(arguments: argparse.Namespace) -> tuple[Load, int]:
     command = [sys.executable, "-m", "paged_backend.cli", "serve", arguments.model, *flags]
     with serving(command, port, "/ready") as process_id:
         target = Target(process_id, port, "model")
-        asyncio.run(put_load(target, 4, 1.0, seed=-1))  # a warm-up
+        run(put_load(target, 4, 1.0, seed=-1))  # a warm-up
         use_every_block(port)
-        load = asyncio.run(put_load(target, arguments.clients, arguments.seconds, arguments.seed))
+        load = run(put_load(target, arguments.clients, arguments.seconds, arguments.seed))
         return load, held_blocks(port)
 
 
@@ -228,9 +228,9 @@ def load_of_peer(name: str, arguments: argparse.Namespace) -> Load:
     ) as process_id:
         folder = str(setup.source(PEERS["generate"]))
         target = Target(process_id, port, folder, is_transformers=name == "transformers")
-        asyncio.run(put_load(target, 2, 1.0, seed=-1))
+        run(put_load(target, 2, 1.0, seed=-1))
         seconds = arguments.peer_seconds or arguments.seconds
-        return asyncio.run(put_load(target, arguments.clients, seconds, arguments.seed))
+        return run(put_load(target, arguments.clients, seconds, arguments.seed))
 
 
 def complaints(load: Load, num_held: int, rate: float | None) -> list[str]:

@@ -7,7 +7,10 @@ import dataclasses
 import json
 import re
 import time
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _TEXT = re.compile(rb'"content":\s*"[^"]')
 _TEXT_LENGTH = len('"content":"x')
@@ -26,6 +29,16 @@ class Answer:
     seconds: float = 0.0
     hung_up: bool = False
     error: str | None = None
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, in an event loop that costs less than asyncio's own, where there is one."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:  # there is none for Windows
+        new_event_loop = None
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(work)
 
 
 async def chat(host: str, port: int, body: dict[str, Any], *, hang_up_after: int | None, timeout: float) -> Answer:

@@ -31,6 +31,7 @@ _MODULE_OF = {
     "EngineDeadError": "errors",
     "EngineError": "errors",
     "EngineStats": "engine.metrics",
+    "Histogram": "histogram",
     "InvalidRequestError": "errors",
     "InvalidToolCall": "outputs",
     "KVCells": "engine.kv_map",
@@ -80,6 +81,7 @@ __all__ = [
     "EngineDeadError",
     "EngineError",
     "EngineStats",
+    "Histogram",
     "InvalidRequestError",
     "InvalidToolCall",
     "KVCells",
@@ -133,6 +135,7 @@ if TYPE_CHECKING:
         unknown_name,
     )
     from paged_backend.handle import RequestHandle
+    from paged_backend.histogram import Histogram
     from paged_backend.llm import LLM
     from paged_backend.lora import LoRARequest
     from paged_backend.model.demo import demo_folder

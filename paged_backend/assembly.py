@@ -56,7 +56,7 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
         max_num_seqs=min(config.max_num_seqs, traits.max_num_seqs or config.max_num_seqs),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=backend.max_model_len,
-        max_adapters=config.max_loras,
+        max_adapters=config.max_loras if config.enable_lora else None,
         speculator=Speculator(config.speculation) if config.speculation and not traits.keeps_state else None,
     )
     processor = OutputProcessor(backend.tokenizer.decoder() if backend.tokenizer else None)

@@ -33,6 +33,7 @@ class RequestHandle:
         form = request.markup.output_format
         self._parsers = [] if form is None else [form.parser() for _ in self._whole]
         self._error: Exception | None = None
+        self._is_finished = False
         self._lock = threading.Lock()
         self._is_exhausted = False
         self._num_yielded = 0
@@ -44,9 +45,14 @@ class RequestHandle:
         return self._request.request_id
 
     @property
+    def max_tokens(self) -> int:
+        """The most tokens that each of its outputs may have: what was asked for, or what there is room for."""
+        return self._request.max_tokens
+
+    @property
     def finished(self) -> bool:
         """Whether everything, or the error that ended the request, has been read."""
-        return self._error is not None or all(output.finished() for output in self._whole)
+        return self._is_finished
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the whole output. Raises the error that ended the request, or TimeoutError after `timeout` seconds
@@ -144,10 +150,11 @@ class RequestHandle:
                 if isinstance(item, Exception):
                     self._error = self._error or item
                 elif self._error is None and self._is_parsed(item):
-                    _extend(news.setdefault(item.index, CompletionOutput(item.index)), item)
+                    _join(news, item)
                     _extend(self._whole[item.index], item)
             del self._whole[self._request.num_outputs :]
-        if self.finished:
+            self._is_finished = self._error is not None or all(output.finished() for output in self._whole)
+        if self._is_finished:
             self._abort.detach()
         return list(news.values())
 
@@ -191,6 +198,14 @@ class RequestHandle:
             num_cached_tokens=request.sequences[0].num_cached_tokens,
             metrics=request.metrics,
         )
+
+
+def _join(news: dict[int, CompletionOutput], item: CompletionOutput) -> None:
+    """Add to what is new of its output; alone it stays as it is, but for pieces of one call, which become one."""
+    if item.index not in news and not item.tool_calls and not item.invalid_tool_calls:
+        news[item.index] = item
+    else:
+        _extend(news.setdefault(item.index, CompletionOutput(item.index)), item)
 
 
 def _extend(whole: CompletionOutput, news: CompletionOutput) -> None:

@@ -47,6 +47,11 @@ class Adapter(Protocol):
         """Another one for other weights, and never given twice, so that prefixes are shared under it."""
         ...
 
+    @property
+    def name(self) -> str:
+        """What it was called when it was loaded."""
+        ...
+
 
 class Adapters(Protocol):
     """The adapters of one engine. Called from any thread."""

@@ -56,6 +56,48 @@ def say(server: ServerUnderTest, text: str) -> None:
     server.runner.on_step = lambda output: time.sleep(0.001)  # so that a stream has pieces
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "kind", "body"),
+    [
+        (PATH, "chat_completions", {"messages": [user("hi")], "tools": [WEATHER]}),
+        ("/v1/responses", "responses", {"input": "hi", "tools": [{"type": "function", **WEATHER["function"]}]}),
+        (
+            "/v1/messages",
+            "other",
+            {
+                "messages": [user("hi")],
+                "max_tokens": 500,
+                "tools": [{"name": "weather", "input_schema": WEATHER["function"]["parameters"]}],
+            },
+        ),
+    ],
+)
+async def test_outputs_of_requests_with_tools_are_counted(stream: bool, path: str, kind: str, body: Any) -> None:
+    """By whether there was a call, in the end."""
+    server = make_server(template=TEMPLATE)
+    for text in (CALLS, TAKEN_BACK, "hello"):
+        say(server, text)
+        assert (await server.post(path, stream=stream, **body)).status_code == 200
+        without = {key: value for key, value in body.items() if key != "tools"}
+        assert (await server.post(path, stream=stream, **without)).status_code == 200
+    lines = (await server.get("/metrics")).text.splitlines()
+    counted = {line for line in lines if line.startswith("paged:tool_call_parser_invocations_total{") and " 0.0" not in line}
+    mode = "streaming" if stream else "non_streaming"
+    labels = f'model_name="fake",engine="0",mode="{mode}",outcome="%s",request_type="{kind}"'
+    expected = {"tool_call": "1.0", "no_tool_call": "2.0"}
+    head = "paged:tool_call_parser_invocations_total"
+    names = {f"{head}{{{labels % outcome}}} {value}" for outcome, value in expected.items()}
+    assert {_sorted_labels(line) for line in counted} == {_sorted_labels(name) for name in names}
+    server.serving.close()
+
+
+def _sorted_labels(line: str) -> tuple[str, ...]:
+    head, _, rest = line.partition("{")
+    labels, _, value = rest.partition("} ")
+    return (head, *sorted(labels.split(",")), value)
+
+
 async def test_calls_are_no_text(server: ServerUnderTest) -> None:
     (choice,) = (await server.chat(tools=[WEATHER]))["choices"]
     message = choice["message"]

@@ -11,8 +11,9 @@ from typing import Protocol
 
 from paged_backend.engine.engine import EngineOutput, engine_error, timeout_error
 from paged_backend.engine.kv_map import KVMap
-from paged_backend.engine.metrics import EngineStats
+from paged_backend.engine.metrics import STEP_TOKENS_BOUNDS, EngineStats
 from paged_backend.engine.request import FinishReason, Request, Status
+from paged_backend.histogram import Histogram
 from paged_backend.outputs import CompletionOutput
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class EncoderEngine:
         self._num_arrivals = 0
         self._counts: Counter[str] = Counter()
         self._step_seconds = 0.0
+        self._step_tokens = Histogram(STEP_TOKENS_BOUNDS)
         self._largest_batch = 0
         self._finished: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -103,6 +105,7 @@ class EncoderEngine:
             num_steps=self._counts["steps"],
             step_seconds=self._step_seconds,
             num_computed_tokens=self._counts["tokens"],
+            step_tokens=self._step_tokens.copy(),
             largest_batch=self._largest_batch,
             finished=dict(self._finished),
             failed=dict(self._failed),
@@ -139,7 +142,9 @@ class EncoderEngine:
 
     def _count(self, batch: list[Request], seconds: float) -> None:
         self._counts["steps"] += 1
-        self._counts["tokens"] += sum(map(_length, batch))
+        num_tokens = sum(map(_length, batch))
+        self._counts["tokens"] += num_tokens
+        self._step_tokens.observe(num_tokens)
         self._step_seconds += seconds
         self._largest_batch = max(self._largest_batch, len(batch))
 

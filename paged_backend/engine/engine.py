@@ -125,12 +125,12 @@ class Engine:
             for item in advanced:
                 (sampled if item.sequence.request.beam_search is None else beams).append(item)
             self._name_candidates(logits, beams)
-            num_sampled = len(beams)
+            num_sampled, position = len(beams), 0
             while sampled:
                 tokens = self._sample(logits, sampled)
                 num_sampled += len(tokens)
                 outputs += self._update(sampled, tokens)
-                sampled = self._scheduler.accept(sampled)
+                sampled, position = self._scheduler.accept(sampled, position), position + 1
         except EngineDeadError:
             raise
         except OutOfDeviceMemoryError as error:  # which only the runner raises, before anything has advanced

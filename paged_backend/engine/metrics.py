@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 
-from paged_backend.engine.request import Request
+from paged_backend.engine.request import Request, Sequence
 from paged_backend.engine.scheduler import Scheduler, SchedulerOutput
+from paged_backend.histogram import Histogram
+
+STEP_TOKENS_BOUNDS = (1.0, *(float(8 << power) for power in range(12)))
+"""1, 8, 16, … 16384."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,18 @@ class EngineStats:
     """Guesses at coming tokens that steps have checked; see `speculative_config`."""
     num_accepted_tokens: int = 0
     """Those that were right."""
+    num_drafts: int = 0
+    """Times that a sequence had guesses checked, one or several at once."""
+    num_accepted_by_position: tuple[int, ...] = ()
+    """The accepted ones by their place among those that were checked at once."""
+    step_tokens: Histogram = dataclasses.field(default_factory=lambda: Histogram(STEP_TOKENS_BOUNDS))
+    """Tokens that each step computed."""
+    max_loras: int = 0
+    """Most different LoRA adapters in one step; 0 if there are none."""
+    running_loras: tuple[str, ...] = ()
+    """Names of the adapters of sequences that run."""
+    waiting_loras: tuple[str, ...] = ()
+    """Names of the adapters of those that wait."""
     largest_batch: int = 0
     """Most sequences that shared a step."""
     kv_waste_ratio: float = 0.0
@@ -70,6 +87,7 @@ class EngineMetrics:
         self._step_seconds = 0.0
         self._num_computed_tokens = 0
         self._num_generated_tokens = 0
+        self._step_tokens = Histogram(STEP_TOKENS_BOUNDS)
         self._largest_batch = 0
         self._num_unused_slots = 0
         self._num_held_slots = 0
@@ -81,6 +99,7 @@ class EngineMetrics:
         self._step_seconds += seconds
         self._num_computed_tokens += scheduled.num_tokens
         self._num_generated_tokens += num_sampled
+        self._step_tokens.observe(scheduled.num_tokens)
         self._largest_batch = max(self._largest_batch, len(scheduled.scheduled))
         manager = scheduler.kv_cache_manager
         self._num_unused_slots += manager.num_unused_slots(scheduler.running)
@@ -115,9 +134,20 @@ class EngineMetrics:
             num_swap_blocks=manager.swap_pool.num_blocks,
             num_free_swap_blocks=manager.swap_pool.num_free,
             num_draft_tokens=scheduler.num_draft_tokens,
-            num_accepted_tokens=scheduler.num_accepted_tokens,
+            num_accepted_tokens=sum(scheduler.num_accepted_by_position),
+            num_drafts=scheduler.num_drafts,
+            num_accepted_by_position=tuple(scheduler.num_accepted_by_position),
+            step_tokens=self._step_tokens.copy(),
+            max_loras=scheduler.max_adapters or 0,
+            running_loras=_adapter_names(scheduler.running),
+            waiting_loras=_adapter_names(scheduler.waiting),
             largest_batch=self._largest_batch,
             kv_waste_ratio=self._num_unused_slots / max(self._num_held_slots, 1),
             finished=dict(self._finished),
             failed=dict(self._failed),
         )
+
+
+def _adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
+    adapters = (sequence.request.adapter for sequence in sequences)
+    return tuple(sorted({adapter.name for adapter in adapters if adapter is not None}))

@@ -103,8 +103,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
-        """Draft tokens that were right."""
+        self.num_drafts = 0
+        self.num_accepted_by_position: list[int] = []
+        """Draft tokens that were right, by their place in their draft."""
         self._speculator = speculator
         self._num_arrivals = 0
 
@@ -204,6 +205,7 @@ class Scheduler:
             output.scheduled[decoding[number]] = ScheduledSequence(sequence, 1 + num_drafts, 1 + num_drafts)
             output.num_tokens += num_drafts
             self.num_draft_tokens += num_drafts
+            self.num_drafts += num_drafts > 0
 
     def _admitted(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
@@ -285,8 +287,9 @@ class Scheduler:
             self._wait_again(sequence)
         return True
 
-    def accept(self, sampled: list[SampledSequence]) -> list[SampledSequence]:
-        """These have got a token: returns those of them whose guess it was, who draw the next one from the next row.
+    def accept(self, sampled: list[SampledSequence], position: int = 0) -> list[SampledSequence]:
+        """These have got a token, in the place of the guess at `position`: returns those of them whose guess it was, who
+        draw the next one from the next row.
 
         The others are done with this step, and what room their guesses had is free again.
         """
@@ -296,7 +299,7 @@ class Scheduler:
             if not drafts:
                 continue
             if drafts.pop(0) == sequence.token_ids[-1] and sequence.finish_reason is not FinishReason.ERROR:
-                self.num_accepted_tokens += 1
+                self._count_accepted(position)
                 if sequence.status is Status.RUNNING:
                     sequence.num_computed_tokens += 1
                     self.kv_cache_manager.publish(sequence, sequence.num_computed_tokens)
@@ -305,6 +308,11 @@ class Scheduler:
             drafts.clear()
             self.kv_cache_manager.trim(sequence)
         return going_on
+
+    def _count_accepted(self, position: int) -> None:
+        counts = self.num_accepted_by_position
+        counts += [0] * (position + 1 - len(counts))
+        counts[position] += 1
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child goes on from the parent's tokens: beside it, in the same blocks, or else as one that waits."""

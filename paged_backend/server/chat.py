@@ -18,17 +18,18 @@ from paged_backend import (
     RequestOutputKind,
     ToolCall,
 )
+from paged_backend.server.calls import Calls
 from paged_backend.server.logprobs import Spelling, chat_logprobs, positions_of, prompt_logprobs_reply
 from paged_backend.server.protocol import ChatRequest
 from paged_backend.server.sampling import chat_sampling, request_options
 from paged_backend.server.serving import Serving
-from paged_backend.server.streaming import Event, outputs_of, result_of
+from paged_backend.server.streaming import Event, TextTemplate, outputs_of, result_of
 from paged_backend.server.usage import Usage
 
 
 async def answer(serving: Serving, body: ChatRequest) -> dict[str, Any]:
     """The answer as a whole; cancelling aborts it."""
-    output = await result_of(await submit(serving, body), serving.metrics)
+    output = await result_of(await submit(serving, body), serving.metrics, tool_user(body, "chat_completions"))
     return _Reply(serving, body).whole(output)
 
 
@@ -60,6 +61,11 @@ async def submit(serving: Serving, body: ChatRequest) -> RequestHandle:
     return await serving.prepare(prepare)
 
 
+def tool_user(body: ChatRequest, kind: str) -> str | None:
+    """The kind of the request, if it may call tools."""
+    return kind if body.tools else None
+
+
 def checked_template_kwargs(llm: LLM, kwargs: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """What a client may hand to a template: variables, but not the settings of the function that renders it."""
     settings = inspect.signature(llm.get_tokenizer().apply_chat_template).parameters
@@ -67,20 +73,6 @@ def checked_template_kwargs(llm: LLM, kwargs: Mapping[str, Any] | None) -> Mappi
         if name in settings:
             raise InvalidRequestError(f"chat_template_kwargs={name!r} is no variable of a template; leave it out")
     return kwargs
-
-
-class Calls:
-    """The calls of an output so far; true while there is one that was not taken back."""
-
-    def __init__(self) -> None:
-        self._indices: set[int] = set()
-
-    def add(self, part: CompletionOutput) -> None:
-        self._indices |= {call.index for call in part.tool_calls}
-        self._indices -= {call.index for call in part.invalid_tool_calls}
-
-    def __bool__(self) -> bool:
-        return bool(self._indices)
 
 
 class _Reply:
@@ -93,6 +85,8 @@ class _Reply:
         self._spelling = Spelling(serving.llm, as_ids=body.return_tokens_as_token_ids)
         self._calls: defaultdict[int, Calls] = defaultdict(Calls)
         """By choice."""
+        self._text_chunks: dict[int, TextTemplate] = {}
+        """By choice: how the chunks look that bring text and nothing else, as most do."""
 
     def whole(self, output: RequestOutput) -> dict[str, Any]:
         parts = sorted(output.outputs, key=lambda part: part.index)
@@ -111,17 +105,33 @@ class _Reply:
     async def events(self, handle: RequestHandle, serving: Serving) -> AsyncGenerator[Event, None]:
         usage = Usage()
         begun: set[int] = set()
-        async for output in outputs_of(handle, serving.metrics):
+        async for output in outputs_of(handle, serving.metrics, tool_user(self._body, "chat_completions")):
             usage.add(output)
             for part in output.outputs:
                 if part.index not in begun:
                     begun.add(part.index)
                     yield self._first_chunk(part.index, output)
+                if self._is_mere_text(part):
+                    yield self._text_chunk(part)
+                    continue
                 choice = {**self._choice(part), "delta": self._delta(part)}
                 if choice["delta"] or choice["logprobs"] or choice["finish_reason"] or choice.get("token_ids"):
                     yield self._chunk(choice)
         if self._body.includes_usage:
             yield {"object": "chat.completion.chunk", **self._head, "choices": [], "usage": usage.reply()}
+
+    def _is_mere_text(self, part: CompletionOutput) -> bool:
+        """Whether a piece brings text, and nothing else is to be said of it."""
+        is_more = part.finish_reason or part.reasoning or part.tool_calls or part.invalid_tool_calls or part.logprobs
+        return bool(part.text) and not is_more and not self._body.return_token_ids
+
+    def _text_chunk(self, part: CompletionOutput) -> bytes:
+        if part.index not in self._text_chunks:
+            choice = self._choice(CompletionOutput(part.index))
+            self._text_chunks[part.index] = TextTemplate(
+                lambda text: self._chunk({**choice, "delta": {"content": text}})
+            )
+        return self._text_chunks[part.index].event(part.text)
 
     def _choice(self, part: CompletionOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {

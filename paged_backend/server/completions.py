@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from paged_backend import LLM, CompletionOutput, RequestHandle, RequestOutput, RequestOutputKind
@@ -12,7 +12,7 @@ from paged_backend.server.logprobs import CompletionLogprobs, Spelling, position
 from paged_backend.server.protocol import CompletionRequest, prompts_of
 from paged_backend.server.sampling import completion_sampling, request_options
 from paged_backend.server.serving import Serving
-from paged_backend.server.streaming import Event, merged, outputs_of, result_of
+from paged_backend.server.streaming import Event, TextTemplate, merged, outputs_of, result_of
 from paged_backend.server.usage import Usage
 
 
@@ -68,6 +68,8 @@ class _Reply:
         self._is_begun: set[int] = set()
         self._prompt_logprobs: dict[int, list[Any]] = {}
         """By prompt; a stream tells them once, however many samples echo them."""
+        self._text_chunks: dict[int, TextTemplate] = {}
+        """By choice: how the chunks look that bring text and nothing else, as most do."""
 
     def head(self) -> dict[str, Any]:
         return {"object": "text_completion", **self._head}
@@ -107,6 +109,22 @@ class _Reply:
             self._logprobs[index] = CompletionLogprobs(self._body.logprobs, self._spelling)
         return self._logprobs[index].add(token_ids, positions)
 
+    def _is_mere_text(self, prompt_index: int, part: CompletionOutput) -> bool:
+        """Whether a piece brings text, and nothing else is to be said of it."""
+        body = self._body
+        is_plain = body.logprobs is None and body.prompt_logprobs is None and not body.return_token_ids
+        is_begun = prompt_index * body.n + part.index in self._is_begun
+        return is_plain and is_begun and bool(part.text) and not part.finish_reason
+
+    def _text_chunk(self, prompt_index: int, part: CompletionOutput, optional: Mapping[str, Any]) -> bytes:
+        index = prompt_index * self._body.n + part.index
+        if index not in self._text_chunks:
+            reasons = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+            self._text_chunks[index] = TextTemplate(
+                lambda text: {**self.head(), "choices": [{"index": index, "text": text, **reasons}], **optional}
+            )
+        return self._text_chunks[index].event(part.text)
+
     async def events(self, handles: list[RequestHandle], serving: Serving) -> AsyncGenerator[Event, None]:
         usage = Usage()
         optional = {"usage": None} if self._body.includes_usage else {}
@@ -114,6 +132,9 @@ class _Reply:
         async for prompt_index, output in merged(streams):
             usage.add(output)
             for part in output.outputs:
+                if self._is_mere_text(prompt_index, part):
+                    yield self._text_chunk(prompt_index, part, optional)
+                    continue
                 choice = self.choice(prompt_index, output, part)
                 if choice["text"] or choice["logprobs"] or choice["finish_reason"] or choice.get("token_ids"):
                     yield {**self.head(), "choices": [choice], **optional}

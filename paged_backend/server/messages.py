@@ -7,8 +7,9 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from typing import Any
 
-from paged_backend import CompletionOutput, InvalidRequestError, RequestHandle, RequestOutput, ToolCall
-from paged_backend.server.chat import Calls, submit
+from paged_backend import CompletionOutput, InvalidRequestError, RequestOutput, ToolCall
+from paged_backend.server.calls import Calls
+from paged_backend.server.chat import submit, tool_user
 from paged_backend.server.protocol import (
     AnthropicMessage,
     AnthropicTool,
@@ -26,7 +27,8 @@ Block = dict[str, Any]
 
 async def message(serving: Serving, body: MessagesRequest) -> dict[str, Any]:
     """The answer as a whole; cancelling aborts it."""
-    output = await result_of(await submit(serving, as_chat(body)), serving.metrics)
+    chat = as_chat(body)
+    output = await result_of(await submit(serving, chat), serving.metrics, tool_user(chat, "other"))
     part = output.outputs[0]
     thought = part.reasoning if _shows_thinking(body) else None
     content = [{"type": "thinking", "thinking": thought, "signature": ""}] if thought else []
@@ -42,8 +44,9 @@ async def message(serving: Serving, body: MessagesRequest) -> dict[str, Any]:
 
 async def stream_message(serving: Serving, body: MessagesRequest) -> AsyncGenerator[Event, None]:
     """The answer in events; what can be refused is refused before the first. Closing them aborts it."""
-    handle = await submit(serving, as_chat(body))
-    return _events(handle, serving, _head(serving, body), _Blocks(shows_thinking=_shows_thinking(body)))
+    chat = as_chat(body)
+    outputs = outputs_of(await submit(serving, chat), serving.metrics, tool_user(chat, "other"))
+    return _events(outputs, _head(serving, body), _Blocks(shows_thinking=_shows_thinking(body)))
 
 
 async def count_tokens(serving: Serving, body: CountTokensRequest) -> dict[str, int]:
@@ -61,10 +64,10 @@ async def count_tokens(serving: Serving, body: CountTokensRequest) -> dict[str, 
 
 
 async def _events(
-    handle: RequestHandle, serving: Serving, head: dict[str, Any], blocks: _Blocks
+    outputs: AsyncGenerator[RequestOutput, None], head: dict[str, Any], blocks: _Blocks
 ) -> AsyncGenerator[Event, None]:
     num_tokens = 0
-    async for output in outputs_of(handle, serving.metrics):
+    async for output in outputs:
         if num_tokens == 0:
             start = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(output, 0)}
             yield {"type": "message_start", "message": start}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
+import time
 from collections import Counter as Counter_
 from collections.abc import Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import Histogram as PrometheusHistogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from paged_backend import EngineStats, RequestOutput
+from paged_backend import EngineStats, Histogram, RequestOutput
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
@@ -30,7 +36,6 @@ _N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("From the arrival of a request to its first token.", _FIRST_TOKEN_BUCKETS),
-    "inter_token_latency_seconds": ("Between two tokens of a streamed request.", _TOKEN_BUCKETS),
     "request_time_per_output_token_seconds": ("Mean time per token after the first.", _TOKEN_BUCKETS),
     "e2e_request_latency_seconds": ("From the arrival of a request to its end.", _REQUEST_BUCKETS),
     "request_queue_time_seconds": ("From the arrival of a request to its first step.", _REQUEST_BUCKETS),
@@ -42,6 +47,7 @@ _HISTOGRAMS = {
     "request_max_num_generation_tokens": ("Tokens of the longest of a request's outputs.", _COUNT_BUCKETS),
     "request_prefill_kv_computed_tokens": ("Tokens of a prompt that were computed.", _COUNT_BUCKETS),
     "request_num_preemptions": ("How often a request was preempted.", _N_BUCKETS),
+    "request_params_max_tokens": ("The most tokens that a request's outputs may have.", _COUNT_BUCKETS),
     "request_params_n": ("How many outputs a request asked for.", _N_BUCKETS),
 }
 _COUNTERS = {
@@ -50,6 +56,10 @@ _COUNTERS = {
 }
 
 _BY_SOURCE = ("local_compute", "local_cache_hit")
+_MODES = ("streaming", "non_streaming")
+_TOOL_USERS = ("chat_completions", "responses", "other")
+_WAITING = ("capacity", "deferred")
+"""Why a peer's requests may wait; ours wait for capacity."""
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """The peers' words; here a model is loaded or not."""
 _ENGINE_COUNTERS = {
@@ -57,6 +67,7 @@ _ENGINE_COUNTERS = {
     "prefix_cache_hits": ("Prompt tokens found.", "num_prefix_hit_tokens"),
     "num_preemptions": ("Sequences that gave their blocks back.", "num_preemptions"),
     "generation_tokens": ("Tokens generated.", "num_generated_tokens"),
+    "spec_decode_num_drafts": ("Times that guesses were checked, one or several at once.", "num_drafts"),
     "spec_decode_num_draft_tokens": ("Guesses checked.", "num_draft_tokens"),
     "spec_decode_num_accepted_tokens": ("Guesses that were right.", "num_accepted_tokens"),
 }
@@ -72,10 +83,12 @@ class Metrics:
         self.model_name = model_name
         self._labels = (model_name, "0")
         self._registry = CollectorRegistry()
-        self._engine = _EngineCollector(self._labels)
+        self._token_seconds = Histogram(_TOKEN_BUCKETS)
+        """Our own, since it counts every token of every stream."""
+        self._engine = _EngineCollector(self._labels, self._token_seconds)
         self._registry.register(self._engine)
         self._histograms = {
-            name: Histogram(f"paged:{name}", text, LABELS, registry=self._registry, buckets=buckets).labels(
+            name: PrometheusHistogram(f"paged:{name}", text, LABELS, registry=self._registry, buckets=buckets).labels(
                 *self._labels
             )
             for name, (text, buckets) in _HISTOGRAMS.items()
@@ -92,6 +105,20 @@ class Metrics:
         )
         for source in _BY_SOURCE:
             self._by_source.labels(*self._labels, source)
+        self._cached_by_source = Counter(
+            "paged:prompt_tokens_cached_by_source",
+            "Cached tokens of the prompts of finished requests, by where they were found.",
+            (*LABELS, "source"),
+            registry=self._registry,
+        ).labels(*self._labels, "device")
+        self._tool_calls = Counter(
+            "paged:tool_call_parser_invocations",
+            "Outputs of requests with tools, with and without a call.",
+            (*LABELS, "mode", "outcome", "request_type"),
+            registry=self._registry,
+        )
+        for labels in itertools.product(_MODES, ("tool_call", "no_tool_call"), _TOOL_USERS):
+            self._tool_calls.labels(*self._labels, *labels)
         self._rejections = Counter(
             "paged:admission_rejections",
             "Requests refused because the queue was full.",
@@ -111,18 +138,27 @@ class Metrics:
     def rejected(self) -> None:
         self._rejections.inc()
 
-    def observe_token(self, seconds: float) -> None:
-        self._histograms["inter_token_latency_seconds"].observe(seconds)
+    def observe_tokens(self, seconds: float, num_tokens: int) -> None:
+        """So many tokens of a stream have come, so many seconds after each other."""
+        self._token_seconds.observe(seconds, num_tokens)
 
-    def observe(self, output: RequestOutput, nums_output_tokens: Sequence[int]) -> None:
-        """Count a finished request, whose outputs have so many tokens; `output` may be the last of its deltas."""
+    def tools_considered(self, mode: str, request_type: str, *, has_called: bool) -> None:
+        """An output of a request with tools has ended."""
+        outcome = "tool_call" if has_called else "no_tool_call"
+        self._tool_calls.labels(*self._labels, mode, outcome, request_type).inc()
+
+    def observe(self, output: RequestOutput, nums_output_tokens: Sequence[int], max_tokens: int) -> None:
+        """Count a finished request, whose outputs have so many tokens of `max_tokens`; `output` may be the last of its
+        deltas."""
         num_cached = output.num_cached_tokens
         num_computed = len(output.prompt_token_ids) - num_cached
         self._histograms["request_params_n"].observe(len(nums_output_tokens))
+        self._histograms["request_params_max_tokens"].observe(max_tokens)
         self._histograms["request_max_num_generation_tokens"].observe(max(nums_output_tokens, default=0))
         self._histograms["request_prefill_kv_computed_tokens"].observe(num_computed)
         self._counters["prompt_tokens"].inc(num_computed + num_cached)
         self._counters["prompt_tokens_cached"].inc(num_cached)
+        self._cached_by_source.inc(num_cached)
         for source, num_tokens in zip(_BY_SOURCE, (num_computed, num_cached), strict=True):
             self._by_source.labels(*self._labels, source).inc(num_tokens)
         for name, value in _observations(output, sum(nums_output_tokens)):
@@ -177,10 +213,12 @@ def _observations(output: RequestOutput, num_output_tokens: int) -> Iterator[tup
 
 
 class _EngineCollector(Collector):
-    """`EngineStats` as Prometheus' families; counters include those of the engines before."""
+    """`EngineStats` as Prometheus' families; counters include those of the engines before. And the times between
+    tokens, which the server takes."""
 
-    def __init__(self, labels: tuple[str, ...]) -> None:
+    def __init__(self, labels: tuple[str, ...], token_seconds: Histogram) -> None:
         self._labels = labels
+        self._token_seconds = token_seconds
         self.stats: EngineStats | None = None
         self.past: list[EngineStats] = []
 
@@ -189,18 +227,26 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
+        yield self._histogram(
+            "inter_token_latency_seconds", "Between two tokens of a streamed request.", self._token_seconds
+        )
         yield self._states("awake" if stats is not None else "discard_all")
         if stats is None and not self.past:
             return
         now = stats or EngineStats()
         yield self._gauge("num_requests_running", "Sequences being computed.", now.num_running)
         yield self._gauge("num_requests_waiting", "Sequences waiting for room.", now.num_waiting)
+        yield self._waiting_by_reason(now)
+        yield self._loras(now)
         yield self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks that are held.", now.kv_cache_usage)
         yield self._gauge(
             "kv_waste_ratio", "Slots of held blocks that hold nothing, over all steps.", now.kv_waste_ratio
         )
         for name, (text, field) in _ENGINE_COUNTERS.items():
             yield self._counter(name, text, sum(getattr(each, field) for each in self._all()))
+        yield self._accepted_by_position()
+        step_tokens = functools.reduce(operator.add, (each.step_tokens for each in self._all()))
+        yield self._histogram("iteration_tokens_total", "Tokens that a step computed.", step_tokens)
         yield self._by_reason("request_success", "Finished requests.", "finished_reason", "finished")
         yield self._by_reason("request_failure", "Requests that ended with an error.", "error", "failed")
         if stats is not None:
@@ -225,6 +271,42 @@ class _EngineCollector(Collector):
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(f"paged:{name}", text, labels=LABELS)
         family.add_metric(self._labels, value)
+        return family
+
+    def _histogram(self, name: str, text: str, values: Histogram) -> Metric:
+        family = HistogramMetricFamily(f"paged:{name}", text, labels=LABELS)
+        bounds = [*map(floatToGoString, values.bounds), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(values.counts), strict=True))
+        family.add_metric(self._labels, buckets, values.total)
+        return family
+
+    def _waiting_by_reason(self, stats: EngineStats) -> Metric:
+        family = GaugeMetricFamily(
+            "paged:num_requests_waiting_by_reason", "Sequences waiting, by why they do.", labels=(*LABELS, "reason")
+        )
+        for reason, value in zip(_WAITING, (stats.num_waiting, 0), strict=True):
+            family.add_metric((*self._labels, reason), value)
+        return family
+
+    def _loras(self, stats: EngineStats) -> Metric:
+        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        family = GaugeMetricFamily(
+            "paged:lora_requests_info", "LoRA adapters in use, as labels; the value is the time.", labels=(*LABELS, *names)
+        )
+        waiting, running = ",".join(stats.waiting_loras), ",".join(stats.running_loras)
+        if stats.max_loras:
+            family.add_metric((*self._labels, str(stats.max_loras), waiting, running), time.time())
+        return family
+
+    def _accepted_by_position(self) -> Metric:
+        family = CounterMetricFamily(
+            "paged:spec_decode_num_accepted_tokens_per_pos",
+            "Guesses that were right, by their place among those checked at once.",
+            labels=(*LABELS, "position"),
+        )
+        of_each = [each.num_accepted_by_position for each in self._all()]
+        for position, values in enumerate(itertools.zip_longest(*of_each, fillvalue=0)):
+            family.add_metric((*self._labels, str(position)), sum(values))
         return family
 
     def _by_reason(self, name: str, text: str, label: str, field: str) -> Metric:

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from paged_backend import CompletionOutput, RequestHandle, RequestOutput
-from paged_backend.server.chat import submit
+from paged_backend import CompletionOutput, RequestOutput
+from paged_backend.server.chat import submit, tool_user
 from paged_backend.server.logprobs import Spelling, chat_logprobs, positions_of
 from paged_backend.server.response_items import ResponseItems
 from paged_backend.server.responses_input import as_chat
@@ -19,7 +19,8 @@ from paged_backend.server.streaming import Event, outputs_of, result_of
 
 async def respond(serving: Serving, body: ResponsesRequest) -> dict[str, Any]:
     """The response as a whole; cancelling aborts it."""
-    output = await result_of(await submit(serving, as_chat(body)), serving.metrics)
+    chat = as_chat(body)
+    output = await result_of(await submit(serving, chat), serving.metrics, tool_user(chat, "responses"))
     reply = _Reply(serving, body)
     reply.add(output)
     reply.end()
@@ -28,12 +29,14 @@ async def respond(serving: Serving, body: ResponsesRequest) -> dict[str, Any]:
 
 async def stream_response(serving: Serving, body: ResponsesRequest) -> AsyncGenerator[Event, None]:
     """The response in events; what can be refused is refused before the first. Closing them aborts it."""
-    return _events(await submit(serving, as_chat(body)), serving, _Reply(serving, body))
+    chat = as_chat(body)
+    outputs = outputs_of(await submit(serving, chat), serving.metrics, tool_user(chat, "responses"))
+    return _events(outputs, _Reply(serving, body))
 
 
-async def _events(handle: RequestHandle, serving: Serving, reply: _Reply) -> AsyncGenerator[Event, None]:
+async def _events(outputs: AsyncGenerator[RequestOutput, None], reply: _Reply) -> AsyncGenerator[Event, None]:
     has_begun = False
-    async for output in outputs_of(handle, serving.metrics):
+    async for output in outputs:
         if not has_begun:
             has_begun = True
             yield {"type": "response.created", "response": reply.unfinished()}

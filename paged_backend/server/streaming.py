@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -13,13 +13,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paged_backend import RequestHandle, RequestOutput
+from paged_backend.server.calls import Calls
 from paged_backend.server.errors import ApiError, described, encode_json
 from paged_backend.server.metrics import Metrics
 from paged_backend.server.tracing import traced
 
 T = TypeVar("T")
-Event = Mapping[str, Any]
+Event = Mapping[str, Any] | bytes
+"""A JSON object, or what it is as JSON."""
 
+_MARK = "\N{NULL}"
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it; nginx's number for logs
 
 
@@ -56,9 +59,9 @@ class EventStream(Response):
         self._sending_since: float | None = None
 
     def encoded(self, event: Event) -> bytes:
-        return b"data: " + encode_json(event) + b"\n\n"
+        return b"data: " + (event if isinstance(event, bytes) else encode_json(event)) + b"\n\n"
 
-    def error_event(self, error: Exception) -> Event:
+    def error_event(self, error: Exception) -> Mapping[str, Any]:
         return described(error).body()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,9 +114,10 @@ class TypedEventStream(EventStream):
     last = b""
 
     def encoded(self, event: Event) -> bytes:
+        assert not isinstance(event, bytes)
         return f"event: {event['type']}\n".encode() + super().encoded(event)
 
-    def error_event(self, error: Exception) -> Event:
+    def error_event(self, error: Exception) -> Mapping[str, Any]:
         return described(error).typed_body()
 
 
@@ -125,43 +129,68 @@ class ResponseEventStream(TypedEventStream):
         self._num_sent = 0
 
     def encoded(self, event: Event) -> bytes:
+        assert not isinstance(event, bytes)
         numbered = {**event, "sequence_number": self._num_sent}
         self._num_sent += 1
         return super().encoded(numbered)
 
-    def error_event(self, error: Exception) -> Event:
+    def error_event(self, error: Exception) -> Mapping[str, Any]:
         """OpenAI's fields of such an event, and the object by which its clients know that they have to raise."""
         body = described(error).body()
         return {"type": "error", **{key: body["error"][key] for key in ("code", "message", "param")}, **body}
 
 
-async def result_of(handle: RequestHandle, metrics: Metrics) -> RequestOutput:
-    """The whole output of a request; cancelling aborts it."""
+class TextTemplate:
+    """An event of which nothing changes but its text, as JSON but for that."""
+
+    def __init__(self, event_of: Callable[[str], Mapping[str, Any]]) -> None:
+        """`event_of` makes the event of a text, which is its last string."""
+        self._head, mark, self._tail = encode_json(event_of(_MARK)).rpartition(encode_json(_MARK))
+        assert mark
+
+    def event(self, text: str) -> bytes:
+        return self._head + encode_json(text) + self._tail
+
+
+async def result_of(handle: RequestHandle, metrics: Metrics, tool_user: str | None = None) -> RequestOutput:
+    """The whole output of a request; cancelling aborts it. `tool_user`: which kind of request it is, if it has tools."""
     output = await handle.aresult()
-    _note_end(metrics, output, [len(part.token_ids) for part in output.outputs])
+    _note_end(metrics, handle, output, [len(part.token_ids) for part in output.outputs])
+    if tool_user is not None:
+        for part in output.outputs:
+            metrics.tools_considered("non_streaming", tool_user, has_called=bool(part.tool_calls))
     return output
 
 
-async def outputs_of(handle: RequestHandle, metrics: Metrics) -> AsyncGenerator[RequestOutput, None]:
+async def outputs_of(
+    handle: RequestHandle, metrics: Metrics, tool_user: str | None = None
+) -> AsyncGenerator[RequestOutput, None]:
     """A request's deltas as they come; closing this aborts it."""
     num_tokens: Counter[int] = Counter()
     last_of_index: dict[int, float] = {}
+    calls: defaultdict[int, Calls] = defaultdict(Calls)
     async with handle:
         async for output in handle:
             now = time.monotonic()
             for part in output.outputs:
-                if part.index in last_of_index:
-                    for _ in part.token_ids:
-                        metrics.observe_token((now - last_of_index[part.index]) / len(part.token_ids))
-                last_of_index[part.index] = now
-                num_tokens[part.index] += len(part.token_ids)
+                index, num_new = part.index, len(part.token_ids)
+                if num_new and index in last_of_index:
+                    metrics.observe_tokens((now - last_of_index[index]) / num_new, num_new)
+                last_of_index[index] = now
+                num_tokens[index] += num_new
+                if tool_user is not None:
+                    calls[index].add(part)
+                    if part.finish_reason:
+                        metrics.tools_considered("streaming", tool_user, has_called=bool(calls[index]))
             if output.finished:
-                _note_end(metrics, output, list(num_tokens.values()))
+                _note_end(metrics, handle, output, list(num_tokens.values()))
             yield output
 
 
-def _note_end(metrics: Metrics, output: RequestOutput, nums_output_tokens: Sequence[int]) -> None:
-    metrics.observe(output, nums_output_tokens)
+def _note_end(
+    metrics: Metrics, handle: RequestHandle, output: RequestOutput, nums_output_tokens: Sequence[int]
+) -> None:
+    metrics.observe(output, nums_output_tokens, handle.max_tokens)
     traced(metrics.model_name, output, nums_output_tokens)
 
 
