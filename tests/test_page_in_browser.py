@@ -263,6 +263,19 @@ def test_the_keyboard_is_enough(visit: Visit) -> None:
     assert "One\ntwo" in page.log()
 
 
+def test_no_two_buttons_are_called_alike(visit: Visit) -> None:
+    """By those who hear them, while nothing runs and while everything does."""
+    server, page = visit(num_blocks=4096)
+    server.sampler.script = [*b"ab"]
+    server.runner.on_step = slowly
+    for ready in ("Send the crowd", "Stop the crowd"):
+        names = [button.accessible_name for button in page.all("button") if button.is_displayed()]
+        assert ready in names and len(set(names)) == len(names)
+        page.ask("Hi")
+        page.element("crowd-button").click()
+        page.until(lambda: page.is_shown("stop") and page.text("crowd-button") == "Stop")
+
+
 @pytest.mark.parametrize(
     ("size", "scheme"), [("wide", "light"), ("wide", "dark"), ("narrow", "light"), ("narrow", "dark")]
 )

@@ -7,8 +7,10 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -24,7 +26,7 @@ from langchain_openai import ChatOpenAI
 
 from helpers import WAIT_SECONDS, is_idle, num_ended, wait_until
 from helpers_server import END, ServerUnderTest, free_port, make_models, make_server, refusal, user
-from paged_backend import LLM
+from paged_backend import LLM, ConfigError
 from paged_backend.server import lifecycle
 from paged_backend.server.settings import ServerSettings
 from test_server_errors import failing_after
@@ -252,6 +254,67 @@ def test_an_address_in_use_is_an_error() -> None:
         settings = ServerSettings(port=taken.getsockname()[1])
         with pytest.raises(OSError, match="cannot listen on"):
             lifecycle.run(make_models(settings, make=lambda: make_server().llm))
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ({"host": "no.such.host.invalid"}, r"no\.such\.host\.invalid:8000 \(.+\); choose another host or port"),
+        ({"uds": "no/such/folder/socket"}, r"no/such/folder/socket \(No such file.*\); choose another uds"),
+    ],
+)
+def test_an_address_that_cannot_be_is_an_error_that_says_why(address: dict[str, str], told: str) -> None:
+    with pytest.raises(OSError, match=f"cannot listen on {told}"):
+        lifecycle.run(make_models(ServerSettings(**address), make=lambda: make_server().llm))
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Of localhost, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl, to make a certificate")
+    folder = tmp_path_factory.mktemp("certificate")
+    paths = (str(folder / "certificate.pem"), str(folder / "key.pem"))
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-out", paths[0], "-keyout", paths[1]]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return paths
+
+
+def test_a_certificate_makes_it_https(certificate: tuple[str, str]) -> None:
+    certfile, keyfile = certificate
+    settings = ServerSettings(port=free_port(), ssl_certfile=certfile, ssl_keyfile=keyfile)
+    models = make_models(settings, make=lambda: make_server().llm)
+
+    async def run() -> tuple[int, str]:
+        running = asyncio.create_task(lifecycle.serve(models))
+        trusting = ssl.create_default_context(cafile=certfile)
+        async with httpx.AsyncClient(verify=trusting, base_url=f"https://localhost:{settings.port}") as client:
+            while not models.is_ready or not await is_open(settings.port):
+                await asyncio.sleep(0.01)
+            status = (await client.get("/ready")).status_code
+            body = {"prompt": "hi", "max_tokens": 3, "stream": True}
+            stream = (await client.post("/v1/completions", json=body)).text
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return status, stream
+
+    status, stream = asyncio.run(asyncio.wait_for(run(), WAIT_SECONDS))
+    assert status == 200 and stream.endswith("data: [DONE]\n\n")
+
+
+def test_a_certificate_that_cannot_be_used_is_refused_by_name(certificate: tuple[str, str], tmp_path: Path) -> None:
+    certfile, keyfile = certificate
+    with pytest.raises(ConfigError, match="ssl_certfile='nope.pem' is no file that can be read"):
+        ServerSettings(ssl_certfile="nope.pem")
+    with pytest.raises(ConfigError, match="ssl_keyfile='nope.pem' is no file that can be read"):
+        ServerSettings(ssl_certfile=certfile, ssl_keyfile="nope.pem")
+    locked = str(tmp_path / "locked.pem")
+    command = ["openssl", "rsa", "-in", keyfile, "-aes256", "-passout", "pass:word", "-out", locked]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    for wrong in ((keyfile, keyfile), (certfile, certfile), (certfile, locked), (certfile, None)):
+        with pytest.raises(ConfigError, match="cannot be used .*; give a certificate and its key, unencrypted, in PEM"):
+            ServerSettings(ssl_certfile=wrong[0], ssl_keyfile=wrong[1])
 
 
 def test_a_unix_socket_is_gone_with_its_server(tmp_path: Path) -> None:

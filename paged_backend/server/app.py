@@ -191,7 +191,7 @@ def _add_models(app: FastAPI, models: Models) -> None:
             "object": "model",
             "created": created,
             "owned_by": "paged-backend",
-            "root": serving.model_names[0] if adapter is None else adapter.lora_path,
+            "root": serving.model if adapter is None else adapter.lora_path,
             "parent": None if adapter is None else serving.model_names[0],
             "max_model_len": serving.max_model_len,
         }

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,13 +129,32 @@ class _Server(uvicorn.Server):
         yield
 
     async def listen(self) -> None:
+        config = self.config
         try:
             await self.serve()
-        except SystemExit:
-            where = self.config.uds or f"{self.config.host}:{self.config.port}"
-            raise OSError(f"cannot listen on {where}; is another server running there?") from None
+        except (SystemExit, OSError) as error:
+            if self.started:
+                raise
+            reason = error if isinstance(error, OSError) else _why_not(config.host, config.port)
+            where, name = (config.uds, "uds") if config.uds else (f"{config.host}:{config.port}", "host or port")
+            raise OSError(f"cannot listen on {where} ({_told(reason)}); choose another {name}") from None
         if self.config.uds:
             Path(self.config.uds).unlink(missing_ok=True)
+
+
+def _why_not(host: str, port: int) -> OSError | None:
+    """Why nothing can listen there; uvicorn tells its log only."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind) as listener:
+            listener.bind(address)
+    except OSError as error:
+        return error
+    return None
+
+
+def _told(error: OSError | None) -> str:
+    return "the log says why" if error is None else error.strerror or str(error)
 
 
 def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:

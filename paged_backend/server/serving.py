@@ -43,6 +43,8 @@ class Serving:
     ) -> None:
         """`make` loads it, unless `llm` is there already; `num_bytes_needed` tells what that will take, if it can."""
         self.settings = settings
+        self.model = model
+        """As it was given."""
         self.model_names = names or settings.served_model_names or (model,)
         self.lora_modules = {name: LoRARequest(name, path) for name, path in settings.lora_modules.items()}
         """The adapters that are served, by their names."""

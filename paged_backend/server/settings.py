@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import ssl
 from collections.abc import Mapping
 
 from paged_backend import ConfigError
@@ -66,7 +68,9 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and not value > 0 and not (name == "shutdown_timeout" and value == 0):
                 raise ConfigError(f"{name}={value} is out of range: it must be > 0")
-        if (self.ssl_keyfile is not None) and self.ssl_certfile is None:
+        if self.ssl_certfile is not None:
+            _check_certificate(self.ssl_certfile, self.ssl_keyfile)
+        elif self.ssl_keyfile is not None:
             raise ConfigError("ssl_keyfile is given without ssl_certfile; give both")
         if taken := next((name for name in self.lora_modules if name in self.served_model_names), None):
             raise ConfigError(f"lora_modules has the name {taken!r}, which is the model's; choose another one")
@@ -76,3 +80,18 @@ class ServerSettings:
             raise ConfigError(
                 f"log_level={self.log_level!r} is out of range: it must be one of {', '.join(LOG_LEVELS)}"
             )
+
+
+def _check_certificate(certfile: str, keyfile: str | None) -> None:
+    given = {"ssl_certfile": certfile, "ssl_keyfile": keyfile}
+    for name, path in given.items():
+        if path is not None and not os.access(path, os.R_OK):
+            raise ConfigError(f"{name}={path!r} is no file that can be read; give a PEM file")
+    try:
+        # An empty password: OpenSSL would ask the terminal for that of an encrypted key.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
+    except (OSError, ValueError) as error:
+        what = " with ".join(f"{name}={path!r}" for name, path in given.items() if path is not None)
+        raise ConfigError(
+            f"{what} cannot be used ({error}); give a certificate and its key, unencrypted, in PEM form"
+        ) from None

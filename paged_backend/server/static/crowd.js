@@ -28,7 +28,7 @@ export function startCrowd(model) {
 async function sendCrowd(model, size) {
   running = new AbortController();
   const { signal } = running;
-  setText(byId("crowd-button"), "Stop");
+  name("Stop");
   let numDone = 0;
   const report = () => setText(byId("crowd-state"), `${numDone} of ${size} answered`);
   report();
@@ -43,7 +43,7 @@ async function sendCrowd(model, size) {
   const failed = results.find(({ reason }) => reason && reason.name !== "AbortError");
   if (failed) setText(byId("crowd-state"), `${numDone} of ${size} answered; then: ${failed.reason.message}`);
   else if (numDone < size) setText(byId("crowd-state"), `Stopped after ${numDone} of ${size}`);
-  setText(byId("crowd-button"), "Send");
+  name("Send");
   running = null;
 }
 
@@ -56,4 +56,9 @@ function requests(model, size) {
   return groups
     .map((prompt, index) => ({ model, prompt, max_tokens: NUMS_TOKENS[index], temperature: 1, stream: true }))
     .filter(({ prompt }) => prompt.length);
+}
+
+function name(verb) {
+  setText(byId("crowd-button"), verb);
+  byId("crowd-button").ariaLabel = `${verb} the crowd`; // there is another button of this name
 }
