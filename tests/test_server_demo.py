@@ -105,7 +105,11 @@ def test_a_stream_joins_to_the_whole_answer_and_counts_the_tokenizers_tokens(cli
 def test_samples_of_a_seed_differ_and_come_again(client: openai.OpenAI) -> None:
     def texts() -> list[str | None]:
         reply = client.chat.completions.create(
-            model=MODEL, messages=[user("Name an animal.")], n=3, seed=7, max_tokens=16  # type: ignore[list-item]
+            model=MODEL,
+            messages=[user("Name an animal.")],
+            n=3,
+            seed=7,
+            max_tokens=16,  # type: ignore[list-item]
         )
         return [choice.message.content for choice in reply.choices]
 
@@ -115,7 +119,12 @@ def test_samples_of_a_seed_differ_and_come_again(client: openai.OpenAI) -> None:
 
 def test_completions_echo_and_tell_log_probabilities(client: openai.OpenAI) -> None:
     reply = client.completions.create(
-        model=MODEL, prompt=["The capital of France is", "Once upon a"], max_tokens=3, temperature=0, echo=True, logprobs=2
+        model=MODEL,
+        prompt=["The capital of France is", "Once upon a"],
+        max_tokens=3,
+        temperature=0,
+        echo=True,
+        logprobs=2,
     )
     for choice, prompt in zip(reply.choices, ("The capital of France is", "Once upon a"), strict=True):
         logprobs = choice.logprobs

@@ -38,7 +38,11 @@ def check(schema: schemathesis.BaseSchema, *, max_examples: int, headers: dict[s
 def _check_operation(operation: schemathesis.APIOperation, max_examples: int, headers: dict[str, str] | None) -> None:
     @given(data=st.data())
     @settings(
-        max_examples=max_examples, database=None, phases=(Phase.generate,), deadline=None, suppress_health_check=[*HealthCheck]
+        max_examples=max_examples,
+        database=None,
+        phases=(Phase.generate,),
+        deadline=None,
+        suppress_health_check=[*HealthCheck],
     )
     def send(data: st.DataObject) -> None:
         mode = data.draw(st.sampled_from([*schemathesis.GenerationMode]))

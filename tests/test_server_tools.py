@@ -82,7 +82,9 @@ async def test_outputs_of_requests_with_tools_are_counted(stream: bool, path: st
         without = {key: value for key, value in body.items() if key != "tools"}
         assert (await server.post(path, stream=stream, **without)).status_code == 200
     lines = (await server.get("/metrics")).text.splitlines()
-    counted = {line for line in lines if line.startswith("paged:tool_call_parser_invocations_total{") and " 0.0" not in line}
+    counted = {
+        line for line in lines if line.startswith("paged:tool_call_parser_invocations_total{") and " 0.0" not in line
+    }
     mode = "streaming" if stream else "non_streaming"
     labels = f'model_name="fake",engine="0",mode="{mode}",outcome="%s",request_type="{kind}"'
     expected = {"tool_call": "1.0", "no_tool_call": "2.0"}

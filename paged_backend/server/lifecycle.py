@@ -145,7 +145,9 @@ class _Server(uvicorn.Server):
 def _why_not(host: str, port: int) -> OSError | None:
     """Why nothing can listen there; uvicorn tells its log only."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
         with socket.socket(family, kind) as listener:
             listener.bind(address)
     except OSError as error:

@@ -291,7 +291,9 @@ class _EngineCollector(Collector):
     def _loras(self, stats: EngineStats) -> Metric:
         names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
         family = GaugeMetricFamily(
-            "paged:lora_requests_info", "LoRA adapters in use, as labels; the value is the time.", labels=(*LABELS, *names)
+            "paged:lora_requests_info",
+            "LoRA adapters in use, as labels; the value is the time.",
+            labels=(*LABELS, *names),
         )
         waiting, running = ",".join(stats.waiting_loras), ",".join(stats.running_loras)
         if stats.max_loras:
