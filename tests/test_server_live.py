@@ -305,15 +305,15 @@ def test_a_certificate_makes_it_https(certificate: tuple[str, str]) -> None:
 
 def test_a_certificate_that_cannot_be_used_is_refused_by_name(certificate: tuple[str, str], tmp_path: Path) -> None:
     certfile, keyfile = certificate
-    with pytest.raises(ConfigError, match="ssl_certfile='nope.pem' is no file that can be read"):
+    with pytest.raises(ConfigError, match=r"ssl_certfile='nope.pem' is no file that can be read"):
         ServerSettings(ssl_certfile="nope.pem")
-    with pytest.raises(ConfigError, match="ssl_keyfile='nope.pem' is no file that can be read"):
+    with pytest.raises(ConfigError, match=r"ssl_keyfile='nope.pem' is no file that can be read"):
         ServerSettings(ssl_certfile=certfile, ssl_keyfile="nope.pem")
     locked = str(tmp_path / "locked.pem")
     command = ["openssl", "rsa", "-in", keyfile, "-aes256", "-passout", "pass:word", "-out", locked]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     for wrong in ((keyfile, keyfile), (certfile, certfile), (certfile, locked), (certfile, None)):
-        with pytest.raises(ConfigError, match="cannot be used .*; give a certificate and its key, unencrypted, in PEM"):
+        with pytest.raises(ConfigError, match=r"cannot be used .*; give a certificate and its key, unencrypted, in PEM"):
             ServerSettings(ssl_certfile=wrong[0], ssl_keyfile=wrong[1])
 
 

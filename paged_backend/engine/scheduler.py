@@ -288,8 +288,8 @@ class Scheduler:
         return True
 
     def accept(self, sampled: list[SampledSequence], position: int = 0) -> list[SampledSequence]:
-        """These have got a token, in the place of the guess at `position`: returns those of them whose guess it was, who
-        draw the next one from the next row.
+        """These have got a token, in the place of the guess at `position`: returns those of them whose guess it was,
+        who draw the next one from the next row.
 
         The others are done with this step, and what room their guesses had is free again.
         """

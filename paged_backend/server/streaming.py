@@ -153,7 +153,7 @@ class TextTemplate:
 
 
 async def result_of(handle: RequestHandle, metrics: Metrics, tool_user: str | None = None) -> RequestOutput:
-    """The whole output of a request; cancelling aborts it. `tool_user`: which kind of request it is, if it has tools."""
+    """The whole output of a request; cancelling aborts it. `tool_user`: what kind of request it is, if it has tools."""
     output = await handle.aresult()
     _note_end(metrics, handle, output, [len(part.token_ids) for part in output.outputs])
     if tool_user is not None:
