@@ -312,8 +312,9 @@ def test_a_certificate_that_cannot_be_used_is_refused_by_name(certificate: tuple
     locked = str(tmp_path / "locked.pem")
     command = ["openssl", "rsa", "-in", keyfile, "-aes256", "-passout", "pass:word", "-out", locked]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
+    told = r"cannot be used .*; give a certificate and its key, unencrypted, in PEM form"
     for wrong in ((keyfile, keyfile), (certfile, certfile), (certfile, locked), (certfile, None)):
-        with pytest.raises(ConfigError, match=r"cannot be used .*; give a certificate and its key, unencrypted, in PEM"):
+        with pytest.raises(ConfigError, match=told):
             ServerSettings(ssl_certfile=wrong[0], ssl_keyfile=wrong[1])
 
 
