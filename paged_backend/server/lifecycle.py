@@ -145,9 +145,8 @@ class _Server(uvicorn.Server):
 def _why_not(host: str, port: int) -> OSError | None:
     """Why nothing can listen there; uvicorn tells its log only."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
+        first, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = first
         with socket.socket(family, kind) as listener:
             listener.bind(address)
     except OSError as error:
