@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from helpers_models import make_model, save_model
 from helpers_packed import GROUP, awq, gptq, random_layer
-from paged_backend import LLM, ModelError, SamplingParams
+from paged_backend import LLM, ConfigError, ModelError, SamplingParams
 from paged_backend.config import EngineConfig
 from paged_backend.model.linear import PackedLinear
 from paged_backend.model.loader import load
+from paged_backend.model.package_weights import unpack
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # so that layers are large enough for our kernels
 
@@ -219,34 +221,8 @@ def torchao_config() -> Any:
     return TorchAoConfig(Int8WeightOnlyConfig())
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # these packages warn of much
-@pytest.mark.parametrize(
-    ("package", "make"),
-    [
-        ("bitsandbytes", lambda: bitsandbytes_config(8)),
-        ("bitsandbytes", lambda: bitsandbytes_config(4)),
-        ("torchao", torchao_config),
-    ],
-)
-def test_packages_of_transformers_are_served(package: str, make: Any, tmp_path: Path) -> None:
-    pytest.importorskip(package)
-    plain = save_model(tmp_path / "plain", model=make_model("llama"))
-    model = AutoModelForCausalLM.from_pretrained(
-        plain, quantization_config=make(), device_map="cpu", dtype=torch.float32
-    )
-    model.save_pretrained(tmp_path / "packed")
-    prompt = list(range(40, 60))
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM(tmp_path / "packed", dtype="float32", kv_cache_memory="4MiB") as llm:
-        (output,) = llm.generate(prompt, params)
-    right = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert output.outputs[0].token_ids == right[0, len(prompt) :].tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_compressed_tensors_are_served(tmp_path: Path) -> None:
+def save_compressed(folder: Path, shape: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """In the form that LLM Compressor writes for 4 bits; the dense model, and the tensors of its linear layers."""
     compressors = pytest.importorskip("compressed_tensors.compressors")
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
     settings = {
@@ -256,8 +232,9 @@ def test_compressed_tensors_are_served(tmp_path: Path) -> None:
         "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }
-    save_model(tmp_path, model=make_model("llama"), config={"quantization_config": settings, "dtype": "float32"})
-    state = load_file(tmp_path / "model.safetensors")
+    model = make_model("llama", **shape)
+    save_model(folder, model=model, config={"quantization_config": settings, "dtype": "float32"})
+    state = load_file(folder / "model.safetensors")
     dense = dict(state)
     for seed, name in enumerate(sorted(state)):
         if name.endswith("_proj.weight"):
@@ -267,11 +244,88 @@ def test_compressed_tensors_are_served(tmp_path: Path) -> None:
             state[f"{name}_packed"] = compressors.pack_to_int32(integers.to(torch.int8), 4)
             state[f"{name}_scale"] = scales
             state[f"{name}_shape"] = torch.tensor(integers.shape)
-    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    right = make_model("llama")
-    right.load_state_dict(dense)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    model.load_state_dict(dense)
+    return model, dense
+
+
+def save_by_package(
+    folder: Path, package: str, shape: Mapping[str, Any] | None = None
+) -> tuple[Any, dict[str, Tensor]]:
+    """A checkpoint as a package writes it; a model that computes with the same weights, and these, unpacked."""
+    if package == "compressed_tensors":
+        return save_compressed(folder, shape or {})
+    pytest.importorskip(package.partition(" ")[0])
+    make = {"bitsandbytes 8": lambda: bitsandbytes_config(8), "bitsandbytes 4": lambda: bitsandbytes_config(4)}
+    with tempfile.TemporaryDirectory() as plain:
+        save_model(Path(plain), model=make_model("llama", **(shape or {})))
+        model = AutoModelForCausalLM.from_pretrained(
+            plain, quantization_config=make.get(package, torchao_config)(), device_map="cpu", dtype=torch.float32
+        )
+    model.save_pretrained(folder)
+    dense = {}
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            dense[f"{name}.weight"] = module(torch.eye(module.in_features)).T.float()
+    return model, dense
+
+
+PACKAGES = ("bitsandbytes 8", "bitsandbytes 4", "torchao", "compressed_tensors")
+
+
+@pytest.mark.filterwarnings("ignore")  # these packages warn of much
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_of_transformers_are_served(package: str, tmp_path: Path) -> None:
+    model, _ = save_by_package(tmp_path, package)
     prompt = list(range(40, 60))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(tmp_path, dtype="float32", kv_cache_memory="4MiB") as llm:
-        (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
-    expected = right.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
+        (output,) = llm.generate(prompt, params)
+    right = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert output.outputs[0].token_ids == right[0, len(prompt) :].tolist()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_has_packed_is_unpacked_if_asked_for(
+    package: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, dense = save_by_package(tmp_path, package)
+    with caplog.at_level(logging.INFO):
+        loaded = load(tmp_path, None, EngineConfig(device="cpu", dtype="float32", quantization="unpacked"))
+    assert "is unpacked to torch.float32" in caplog.text
+    assert not loaded.is_quantized
+    layers = {name: module for name, module in loaded.model.named_modules() if name.endswith("_proj")}
+    assert {f"{name}.weight" for name in layers} <= dense.keys()
+    for name, layer in layers.items():
+        assert type(layer) is torch.nn.Linear and type(layer.weight) is torch.nn.Parameter
+        torch.testing.assert_close(layer.weight.detach(), dense[f"{name}.weight"], rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_has_packed_is_rounded_anew_if_asked_for(package: str, tmp_path: Path) -> None:
+    _, dense = save_by_package(tmp_path, package, WIDE)
+    model = load(tmp_path, None, EngineConfig(device="cpu", dtype="float32", quantization="int8")).model
+    layers = {name: module for name, module in model.named_modules() if name.endswith("_proj")}
+    for name, layer in layers.items():
+        assert isinstance(layer, PackedLinear) and layer.packed.bits == 8
+        right = dense[f"{name}.weight"]
+        assert (layer.weight - right).norm() < 0.02 * right.norm()
+
+
+def test_what_cannot_be_unpacked_is_not_served_packed_instead() -> None:
+    from transformers import EetqConfig
+    from transformers.quantizers.quantizer_eetq import EetqHfQuantizer
+
+    model = make_model("llama")
+    model.hf_quantizer = EetqHfQuantizer(EetqConfig())
+    with pytest.raises(ConfigError, match=r"quantization='unpacked'.*quantised by eetq.*leave it at None"):
+        unpack(model, "eetq", "unpacked", "some model")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_packed_model_that_was_passed_is_not_changed(tmp_path: Path) -> None:
+    model, _ = save_by_package(tmp_path, "torchao")
+    with pytest.raises(ConfigError, match=r"quantization='unpacked' would change the LlamaForCausalLM"):
+        load(model, None, EngineConfig(device="cpu", quantization="unpacked"))

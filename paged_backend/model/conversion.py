@@ -102,8 +102,11 @@ def _tell(name: str, method: str, packed: Mapping[str, PackedWeight], unpacked: 
         logger.info("%d weights of %s, quantised by %s, are unpacked to %s", unpacked, name, method, dtype)
 
 
-def conversion_of(source: str, options: Mapping[str, Any], name: str, device: torch.device) -> Conversion | None:
-    """None for checkpoints that transformers loads itself. Raises ModelError for what nobody can load."""
+def conversion_of(
+    source: str, options: Mapping[str, Any], name: str, device: torch.device, *, unpacks: bool = False
+) -> Conversion | None:
+    """None for checkpoints that transformers loads itself, as it does GPTQ and AWQ where there is a package for them
+    unless the weights are to be unpacked. Raises ModelError for what nobody can load."""
     where = {key: value for key, value in options.items() if key != "trust_remote_code"}
     settings, _ = PreTrainedConfig.get_config_dict(source, **where)
     layout = layout_of(settings, name)
@@ -111,7 +114,7 @@ def conversion_of(source: str, options: Mapping[str, Any], name: str, device: to
     is_ours = (
         isinstance(quantization, Mapping)
         and quantization.get("quant_method") in METHODS
-        and (device.type == "cpu" or importlib.util.find_spec("gptqmodel") is None)
+        and (unpacks or device.type == "cpu" or importlib.util.find_spec("gptqmodel") is None)
     )
     if layout is None and not is_ours:
         return None

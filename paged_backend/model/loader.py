@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError, InvalidRequestError, ModelError
-from paged_backend.model import kept_packed
+from paged_backend.model import kept_packed, package_weights
 from paged_backend.model.classifier import classification_support, is_classifier
 from paged_backend.model.conversion import AVAILABLE, conversion_of
 from paged_backend.model.demo import demo_folder
@@ -201,7 +201,7 @@ def _load_weights(source: _Source, name: str, config: EngineConfig, ranks: Ranks
     device = _device(config.device)
     options = source.options(config)
     try:
-        conversion = conversion_of(source.path, options, name, device)
+        conversion = conversion_of(source.path, options, name, device, unpacks=config.quantization is not None)
         model_config = AutoConfig.from_pretrained(source.path, **options) if conversion is None else conversion.config
     except ModelError:
         raise
@@ -214,6 +214,9 @@ def _load_weights(source: _Source, name: str, config: EngineConfig, ranks: Ranks
     _check_architecture(model_config, name)
     is_quantized = getattr(model_config, "quantization_config", None) is not None and conversion is None
     hint = f"; quantised checkpoints that can be loaded: {AVAILABLE}" if is_quantized else ""
+    method = package_weights.method_of(model_config) if is_quantized else ""
+    if is_quantized and config.quantization is not None:
+        package_weights.ask_to_unpack(model_config)
     dtype = _dtype(model_config, config, device)
     if ranks is not None:
         _check_sharding(model_config, name, config, device, is_converted=conversion is not None or is_quantized)
@@ -239,7 +242,9 @@ def _load_weights(source: _Source, name: str, config: EngineConfig, ranks: Ranks
     if missing:
         some = ", ".join(sorted(missing)[:3])
         raise ModelError(f"model={name!r} lacks weights of a {type(model).__name__}, among them {some}{hint}")
-    if is_quantized:
+    if is_quantized and config.quantization is not None:
+        package_weights.unpack(model, method, config.quantization, name)
+    elif is_quantized:
         model.requires_grad_(False)
         return model
     if ranks is not None:
@@ -347,7 +352,8 @@ def _check_passed(model: PreTrainedModel, config: EngineConfig) -> None:
             f"tensor_parallel_size={config.tensor_parallel_size} cannot cut the {kind} that was passed, which is whole "
             "in this process; pass the name of the model or its folder"
         )
-    if config.quantization in ("int8", "int4"):
+    is_packed = getattr(model, "hf_quantizer", None) is not None
+    if config.quantization in ("int8", "int4") or (config.quantization is not None and is_packed):
         raise ConfigError(
             f"quantization={config.quantization!r} would change the {kind} that was passed; pass the name of the model "
             "or its folder, so that the engine loads its own"
