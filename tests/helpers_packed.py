@@ -26,21 +26,31 @@ def packed(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> 
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def random_layer(shape: tuple[int, int], bits: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Integers [out, in], zeros and scales [groups, out], and the group of each input."""
+def random_layer(
+    shape: tuple[int, int], bits: int, seed: int, group: int = GROUP
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Integers [out, in], zeros and scales [groups, out], and the group of each input; -1: all are one group."""
     generator = torch.Generator().manual_seed(seed)
     num_outputs, num_inputs = shape
-    num_groups = num_inputs // GROUP
+    group = num_inputs if group == -1 else group
+    num_groups = num_inputs // group
     integers = torch.randint(0, 2**bits, shape, generator=generator)
     zeros = torch.randint(0, 2**bits, (num_groups, num_outputs), generator=generator)
     scales = torch.rand(num_groups, num_outputs, generator=generator).half() / 2 ** (bits - 1) / 4
-    return integers, zeros, scales, torch.arange(num_inputs) // GROUP
+    return integers, zeros, scales, torch.arange(num_inputs) // group
 
 
 def gptq(
-    shape: tuple[int, int], seed: int, *, bits: int, act_order: bool, version: int, is_symmetric: bool = False
+    shape: tuple[int, int],
+    seed: int,
+    *,
+    bits: int,
+    act_order: bool,
+    version: int,
+    is_symmetric: bool = False,
+    group: int = GROUP,
 ) -> Packed:
-    integers, zeros, scales, groups = random_layer(shape, bits, seed)
+    integers, zeros, scales, groups = random_layer(shape, bits, seed, group)
     if is_symmetric:
         zeros[:] = 2 ** (bits - 1)
     if act_order:
@@ -57,8 +67,8 @@ def gptq(
     return tensors, weight
 
 
-def awq(shape: tuple[int, int], seed: int) -> Packed:
-    integers, zeros, scales, groups = random_layer(shape, 4, seed)
+def awq(shape: tuple[int, int], seed: int, group: int = GROUP) -> Packed:
+    integers, zeros, scales, groups = random_layer(shape, 4, seed, group)
     weight = (integers - zeros.T[:, groups]) * scales.float().T[:, groups]
     tensors = {
         "qweight": packed(integers.T.contiguous(), 4, AWQ_ORDER),

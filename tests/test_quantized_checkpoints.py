@@ -52,7 +52,9 @@ def assert_holds(folder: Path, dense: dict[str, Tensor]) -> None:
         torch.testing.assert_close(state[name], tensor, rtol=1e-6, atol=1e-6)
 
 
-def assert_keeps(folder: Path, dense: dict[str, Tensor], *, bits: int, step: float = 0) -> None:
+def assert_keeps(
+    folder: Path, dense: dict[str, Tensor], *, bits: int, step: float = 0, shape: Mapping[str, Any] = WIDE
+) -> None:
     """The large layers are packed, with numbers of so many bits. None is further from its weight than so many steps of
     8 bits, of the largest of 32 neighbours; logits are those of the weights, but for the rounding of inputs."""
     loaded = load(folder, None, EngineConfig(device="cpu", dtype="float32")).model
@@ -63,7 +65,7 @@ def assert_keeps(folder: Path, dense: dict[str, Tensor], *, bits: int, step: flo
         assert layer.packed.bits == bits
         most = right.view(-1, 32).abs().amax(1, keepdim=True) / 127
         assert ((layer.weight - right).view(-1, 32).abs() <= most * step + 1e-6).all()
-    model = make_model("llama", **WIDE)
+    model = make_model("llama", **shape)
     model.load_state_dict(dense)
     token_ids = torch.arange(40, 60)[None]
     logits, expected = loaded(token_ids).logits, model(token_ids).logits
@@ -87,7 +89,8 @@ def test_gptq_is_unpacked(
 @pytest.mark.parametrize(
     ("bits", "act_order", "is_symmetric", "kept_bits", "step"),
     [(4, False, True, 4, 0), (4, False, False, 8, 0), (8, False, True, 8, 0), (8, False, False, 8, 0.51),
-     (4, True, True, 8, 0.51), (2, False, False, 4, 0)],
+     (4, True, True, 8, 0.51), (4, True, False, 8, 0.51), (8, True, True, 8, 0.51), (8, True, False, 8, 0.51),
+     (2, False, False, 4, 0), (2, True, False, 8, 0.51)],
 )  # fmt: skip
 def test_gptq_is_kept_packed(
     tmp_path: Path,
@@ -107,9 +110,17 @@ def test_gptq_is_kept_packed(
     assert "quantised by gptq, are kept packed" in caplog.text
 
 
-def test_awq_is_kept_packed(tmp_path: Path) -> None:
-    settings = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-    assert_keeps(tmp_path, save_packed(tmp_path, settings, awq, shape=WIDE), bits=8)
+@pytest.mark.parametrize("group", [16, 64, 128, -1])
+def test_groups_of_any_size_are_kept_packed(group: int, tmp_path: Path) -> None:
+    """-1: one scale for all inputs of an output."""
+    shape = WIDE | {"hidden_size": 128}
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True}
+    options = {"bits": 4, "act_order": False, "version": 1, "is_symmetric": True, "group": group}
+    dense = save_packed(tmp_path / "gptq", settings, gptq, shape=shape, **options)
+    assert_keeps(tmp_path / "gptq", dense, bits=4, shape=shape)
+    settings = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "GEMM"}
+    dense = save_packed(tmp_path / "awq", settings, awq, shape=shape, group=group)
+    assert_keeps(tmp_path / "awq", dense, bits=8, shape=shape)
 
 
 def test_awq_is_unpacked(tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ from paged_backend.model.gguf_parts import PLAIN, join, packed_types, parts_of, 
 
 logger = logging.getLogger(__name__)
 
-_WHOLE_NUMBERS = {"Q4_0", "Q8_0"}
-"""Types that can be repacked as they are, from float32."""
 _ABANDONED_AFTER = 24 * 60 * 60  # seconds
 
 
@@ -111,7 +109,7 @@ def convert(gguf_file: Path, folder: Path, dtype: str, *, what: str, extra: str,
         types = packed_types(gguf_file)
         if types and not keep_packed:
             logger.info("its weights (%s) are unpacked to %s, and so take more memory", ", ".join(types), dtype)
-        wide = "float32" if keep_packed and _WHOLE_NUMBERS & types.keys() else dtype
+        wide = "float32" if keep_packed and types else dtype  # so that nothing is rounded twice
         model = AutoModelForCausalLM.from_pretrained(
             **where, dtype=wide, quantization_config=GgufConfig(dequantize=True), local_files_only=True
         )
