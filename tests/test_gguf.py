@@ -159,6 +159,14 @@ def test_linear_layers_stay_packed_and_hold_what_the_file_does(
         assert isinstance(model.lm_head, torch.nn.Linear)  # which is not packed in the file
 
 
+@pytest.mark.parametrize("quantization", [None, "unpacked"])
+def test_conversion_prints_nothing_where_nobody_watches(
+    quantization: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model_of(write(tmp_path / "packed.gguf", quantized(Type.Q8_0)), tmp_path, quantization=quantization)
+    assert "".join(capfd.readouterr()) == ""
+
+
 def test_what_is_not_packed_is_in_the_type_of_the_engine(tmp_path: Path) -> None:
     path = write(tmp_path / "packed.gguf", quantized(Type.Q8_0))
     config = EngineConfig(device="cpu", dtype="bfloat16", cache_dir=str(tmp_path))

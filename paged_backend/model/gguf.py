@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import importlib.util
@@ -11,7 +12,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +111,10 @@ def convert(gguf_file: Path, folder: Path, dtype: str, *, what: str, extra: str,
         if types and not keep_packed:
             logger.info("its weights (%s) are unpacked to %s, and so take more memory", ", ".join(types), dtype)
         wide = "float32" if keep_packed and types else dtype  # so that nothing is rounded twice
-        model = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=wide, quantization_config=GgufConfig(dequantize=True), local_files_only=True
-        )
+        with _bar_in_terminals():
+            model = AutoModelForCausalLM.from_pretrained(
+                **where, dtype=wide, quantization_config=GgufConfig(dequantize=True), local_files_only=True
+            )
         tokenizer = AutoTokenizer.from_pretrained(**where, local_files_only=True)
     except ModelError:
         raise
@@ -123,6 +125,22 @@ def convert(gguf_file: Path, folder: Path, dtype: str, *, what: str, extra: str,
     else:
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _bar_in_terminals() -> Iterator[None]:
+    """transformers' reader of GGUF files shows its bar wherever its output goes, and has no setting for that."""
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    shown = getattr(reader, "tqdm", None)
+    if shown is None:  # another version, which may follow transformers' own setting
+        yield
+        return
+    reader.tqdm = functools.partial(shown, disable=None)
+    try:
+        yield
+    finally:
+        reader.tqdm = shown
 
 
 def _save_packed(gguf_file: Path, model: Any, folder: Path, dtype: torch.dtype) -> None:
