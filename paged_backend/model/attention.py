@@ -135,14 +135,16 @@ class AttentionLayers(Protocol):
 class LayerRecorder:
     """Attends densely to one sequence, and writes down what each layer asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, latents: bool = True) -> None:
+        """`latents`: whether layers may keep these in the place of keys and values."""
+        self._keeps_latents = latents
         self.specs: list[LayerSpec] = []
         self._seen: list[tuple[Tensor, Tensor]] = []
         """All keys and values, kept so that no two of them are in the same memory by chance."""
         self._latents: tuple[Tensor, Tensor] | None = None
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        self._latents = (key, value)
+        self._latents = (key, value) if self._keeps_latents else None
         return key, value
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:

@@ -10,20 +10,19 @@ import contextlib
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from paged_backend.config import EngineConfig
-from paged_backend.engine.scheduler import ScheduledSequence
 from paged_backend.errors import InvalidRequestError
 from paged_backend.lora import LoRARequest
 from paged_backend.model import peft_checkpoint
+from paged_backend.model.adaptable import linear_layers
 from paged_backend.model.decoder import Apply, FusedDecoder
 from paged_kernels import add_low_rank
 from paged_kernels.adapters import LowRankAdapters, Piece, RowIndex
@@ -65,8 +64,10 @@ class AdapterStore:
     Called from any thread. An adapter that is let go stays with the requests that have it.
     """
 
-    def __init__(self, model: nn.Module, config: EngineConfig) -> None:
-        self._shapes = {name: shape for name, module in model.named_modules() if (shape := _shape(module)) is not None}
+    def __init__(self, model: nn.Module, config: EngineConfig, unlike: Set[str] = frozenset()) -> None:
+        """`unlike`: linear layers that do not get a row for each token."""
+        self._shapes = linear_layers(model)
+        self._unlike = unlike
         self._most_loaded = config.max_cpu_loras or config.max_loras
         self._max_rank = config.max_lora_rank
         self._loaded: OrderedDict[Any, LoadedAdapter] = OrderedDict()
@@ -117,6 +118,11 @@ class AdapterStore:
             raise InvalidRequestError(
                 f"{where} changes {module!r}, which is no linear layer of this model; was it trained for another one?"
             )
+        if module in self._unlike:
+            raise InvalidRequestError(
+                f"{where} changes {module!r}, which this model does not run on each token as a layer, so that nothing "
+                "can be added to it; train it without, or merge it into the model with PEFT's merge_and_unload()"
+            )
         own = (low_rank.shrink.shape[1], low_rank.expand.shape[0])
         if own != shape:
             raise InvalidRequestError(
@@ -138,12 +144,21 @@ class StepAdapters:
 
     @contextlib.contextmanager
     def of(
-        self, scheduled: Sequence[ScheduledSequence], keep: np.ndarray, num_logits: int, hooked: nn.Module | None
+        self,
+        parts: Sequence[tuple[LoadedAdapter | None, int]],
+        keep: np.ndarray,
+        num_logits: int,
+        hooked: nn.Module | None,
+        *,
+        beside: Iterable[LoadedAdapter] = (),
     ) -> Iterator[None]:
-        """In this block the layers add the adapters of a step whose rows `keep` are kept, and the first `num_logits` of
-        these have logits; those of `hooked`, if it is given, without knowing it."""
-        adapters = {item.sequence.request.adapter for item in scheduled} - {None}
-        self._begin(sorted(adapters, key=lambda adapter: adapter.adapter_id), scheduled, keep, num_logits)
+        """In this block the layers add the adapters of a call whose tokens are `parts`: so many with each adapter.
+
+        Of its rows `keep` are kept, and the first `num_logits` of these have logits. The layers of `hooked`, if it is
+        given, add without knowing it. `beside` has the adapters of other calls of the same step.
+        """
+        adapters = {adapter for adapter, _ in parts if adapter is not None}.union(beside)
+        self._begin(sorted(adapters, key=lambda adapter: adapter.adapter_id), parts, keep, num_logits)
         with contextlib.ExitStack() as hooks:
             if hooked is not None:
                 self._hook(hooked, hooks)
@@ -163,7 +178,7 @@ class StepAdapters:
     def _begin(
         self,
         adapters: list[LoadedAdapter],
-        scheduled: Sequence[ScheduledSequence],
+        parts: Sequence[tuple[LoadedAdapter | None, int]],
         keep: np.ndarray,
         num_logits: int,
     ) -> None:
@@ -174,8 +189,8 @@ class StepAdapters:
             self._layers.clear()
         numbers: dict[LoadedAdapter | None, int] = {adapter: number for number, adapter in enumerate(adapters)}
         numbers[None] = -1
-        numbers_of = np.array([numbers[item.sequence.request.adapter] for item in scheduled], np.int32)
-        tokens = np.repeat(numbers_of, [item.num_tokens for item in scheduled])
+        numbers_of = np.array([numbers[adapter] for adapter, _ in parts], np.int32)
+        tokens = np.repeat(numbers_of, [num_tokens for _, num_tokens in parts])
         kept = tokens[keep]
         self._rows = [RowIndex(index, len(adapters)) for index in (tokens, kept, kept[:num_logits])]
 
@@ -184,14 +199,16 @@ class StepAdapters:
         names = {name for adapter in self._adapters for name in adapter.modules}
         for name in names:
             module = model.get_submodule(name)
-            hook = self._hook_of(name, LOGITS if module is head else TOKENS)
+            hook = self._hook_of(name, is_head=module is head)
             hooks.callback(module.register_forward_hook(hook).remove)
 
-    def _hook_of(self, name: str, rows: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    def _hook_of(self, name: str, *, is_head: bool) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
         def add(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            (x,) = arguments
-            out = output.reshape(-1, output.shape[-1])
-            self.add((name,), (0,), rows, out, x.reshape(-1, x.shape[-1]))
+            x = arguments[0].reshape(-1, arguments[0].shape[-1]).contiguous()
+            out = output.reshape(-1, output.shape[-1]).contiguous()
+            # Some models compute the logits of all tokens, whatever is wanted.
+            rows = LOGITS if is_head and len(x) == len(self._rows[LOGITS]) else TOKENS
+            self.add((name,), (0,), rows, out, x)
             return out.view(output.shape)
 
         return add
@@ -221,11 +238,3 @@ class AdaptedLinear:
         y = self._linear(x)
         self._step.add(self._modules, self._firsts, self._rows, y, x)
         return y
-
-
-def _shape(module: nn.Module) -> tuple[int, int] | None:
-    """(in, out) of a linear layer, also of one with packed weights."""
-    if isinstance(module, Conv1D):
-        return int(module.weight.shape[0]), int(module.weight.shape[1])
-    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return (sizes[0], sizes[1]) if isinstance(sizes[0], int) and isinstance(sizes[1], int) else None

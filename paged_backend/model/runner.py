@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -20,6 +21,7 @@ from paged_backend.config import EngineConfig
 from paged_backend.engine.scheduler import OutOfDeviceMemoryError, SchedulerOutput
 from paged_backend.errors import ConfigError, ModelError
 from paged_backend.model import kv_cache
+from paged_backend.model.adaptable import LayerWatch
 from paged_backend.model.attention import (
     PAGED,
     AttentionLayers,
@@ -52,8 +54,9 @@ from paged_backend.model.self_check import check_logits, probe_token_ids
 from paged_backend.model.shards import ArrivedLayers, arrived, least_of_all, run_whole
 from paged_backend.model.swap import HostBlocks
 from paged_backend.model.threads import thread_count
+from paged_backend.model.tiers.calls import Piece
 from paged_backend.model.tiers.gathered import GatheredTier
-from paged_backend.model.tiers.grouped import GroupedRun
+from paged_backend.model.tiers.grouped import GroupedRun, InCall
 from paged_backend.model.tiers.own_cache import OwnCacheTier
 from paged_backend.model.tiers.stateful import StatefulTier
 from paged_backend.model.tiers.step_cache import StepCache
@@ -129,6 +132,7 @@ class ModelRunner:
         self._host_blocks: HostBlocks | None = None
         self.adapters: AdapterStore | None = None
         """Where LoRA adapters come from, if there are any."""
+        self._layer_watch: LayerWatch | None = None
         self._step_adapters = StepAdapters(self._model.dtype, self.device)
         self._adapted_decoder: FusedDecoder | None = None
         """Of steps with adapters, if there is one of steps without."""
@@ -141,7 +145,7 @@ class ModelRunner:
         if config.swap_space and not self.verdict.keeps_state:
             self._host_blocks = HostBlocks(self._kv_cache, config.swap_space)
         if config.enable_lora:
-            self._add_adapters(loaded, config)
+            self._add_adapters(config)
         if loaded.ranks is not None:
             loaded.ranks.gather()
             self._ranks = loaded.ranks
@@ -160,10 +164,9 @@ class ModelRunner:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _add_adapters(self, loaded: LoadedModel, config: EngineConfig) -> None:
-        if self._grouped is not None:
-            raise ConfigError(f"{loaded.name} runs {self.verdict.way}, where LoRA does not work; leave enable_lora off")
-        self.adapters = AdapterStore(self._model, config)
+    def _add_adapters(self, config: EngineConfig) -> None:
+        unlike = frozenset[str]() if self._layer_watch is None else self._layer_watch.unlike
+        self.adapters = AdapterStore(self._model, config, unlike)
         if self._decoder is not None:
             self._adapted_decoder = adapted(self._decoder, self._model, self._step_adapters)
 
@@ -201,7 +204,15 @@ class ModelRunner:
         check = functools.partial(
             check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name
         )
+        if config.enable_lora:
+            check = functools.partial(self._check_and_watch, check)
         return _Trial(loaded, config, probe, dtype, check, model.config._attn_implementation)
+
+    def _check_and_watch(self, check: Callable[[], float]) -> float:
+        """Also finds out which layers adapters may change."""
+        self._layer_watch = LayerWatch(self._model)
+        with self._layer_watch.watching():
+            return check()
 
     def _try_way(self, way: Way, trial: _Trial) -> Verdict:
         """Raises ModelError, or whatever the model's code raises, if this is not the way to run it."""
@@ -210,11 +221,12 @@ class ModelRunner:
         if attends_itself:
             _check_attends_itself(trial, config)
         self._call = ModelCall(model, position_offset=way.position_offset)
-        tier = self._tier(way)
+        latents = not (config.enable_lora or self._is_sharded)
+        tier = self._tier(way, latents=latents)
         _set_attention(model, PAGED if tier is None else tier.implementation or trial.own_implementation)
         specs: Sequence[kv_cache.KVShape]
         if tier is None:
-            specs = self._specs = self._record_layers(trial.probe, latents=not (config.enable_lora or self._is_sharded))
+            specs = self._specs = self._record_layers(trial.probe, latents=latents)
         else:
             specs = tier.record(self._tensor(np.array(trial.probe))[None])
         self._attention = None
@@ -305,10 +317,10 @@ class ModelRunner:
         """So many tokens of each of so many sequences, and the sampling of a token for each of them."""
         sample_all(self._run(largest_step(lengths, self.vocab_size, self.block_size)))
 
-    def _tier(self, way: Way) -> _Tier | None:
+    def _tier(self, way: Way, *, latents: bool) -> _Tier | None:
         """None: the model takes packs."""
         if way.tier is Tier.STATEFUL:
-            return StatefulTier(self._model, self._call, self.block_size)
+            return StatefulTier(self._model, self._call, self.block_size, latents=latents)
         if way.tier is Tier.GATHERED:
             return GatheredTier(self._model, self._call, self.block_size)
         return OwnCacheTier(self._model, self._call) if way.tier is Tier.OWN_CACHE else None
@@ -343,7 +355,7 @@ class ModelRunner:
     def _run_in_order(self, output: SchedulerOutput) -> Tensor:
         if self._grouped is not None:
             self._move_blocks(output.copies, *output.swaps)
-            return self._grouped.execute(output, self.device)
+            return self._grouped.execute(output, self.device, self._adapters_of_calls(output))
         inputs = step_inputs(output.scheduled, self.block_size)
         if self._ranks is None:
             return self._execute(output, inputs)
@@ -353,7 +365,7 @@ class ModelRunner:
 
     def _execute(self, output: SchedulerOutput, inputs: StepInputs) -> Tensor:
         self._move_blocks(output.copies, *output.swaps)
-        has_adapters = self.adapters is not None and any(item.sequence.request.adapter for item in output.scheduled)
+        has_adapters = any(item.sequence.request.adapter for item in output.scheduled)
         if self._graphs is not None and not (output.pools or has_adapters) and self._graphs.can_compute(inputs):
             return self._graphs(inputs)
         layers = self._layers(inputs)
@@ -362,8 +374,22 @@ class ModelRunner:
         pooled = PooledStep(output.scheduled).rows if output.pools else []
         keep = np.concatenate([inputs.keep, np.array(pooled, np.int64)])
         hooked = self._model if self._adapted_decoder is None else None
-        with self._step_adapters.of(output.scheduled, keep, len(inputs.keep), hooked):
+        parts = [(item.sequence.request.adapter, item.num_tokens) for item in output.scheduled]
+        with self._step_adapters.of(parts, keep, len(inputs.keep), hooked):
             return self._compute(output, layers, inputs, self._adapted_decoder)
+
+    def _adapters_of_calls(self, output: SchedulerOutput) -> InCall:
+        """What is to be around each call of a step that is cut into calls."""
+        adapters = {item.sequence.request.adapter for item in output.scheduled} - {None}
+
+        def in_call(pieces: list[Piece], keep: list[int]) -> contextlib.AbstractContextManager[None]:
+            if not adapters:
+                return contextlib.nullcontext()
+            parts = [(piece.sequence.request.adapter, len(piece.token_ids)) for piece in pieces]
+            rows = np.array(keep, np.int64)
+            return self._step_adapters.of(parts, rows, len(rows), self._model, beside=adapters)
+
+        return in_call
 
     @torch.inference_mode()
     def follow(self, step: RankStep) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,9 @@ from paged_backend.model.attention_backends import AttentionBackend
 from paged_backend.model.kv_cache import KVShape, LayerCache
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.tiers.calls import Piece, cut_into_calls
+
+InCall = Callable[[list[Piece], list[int]], AbstractContextManager[None]]
+"""Gets a call's pieces, and of which rows it computes logits: all of them if it is none or the model chooses so."""
 
 
 class Tier(Protocol):
@@ -47,8 +51,8 @@ class GroupedRun:
         self._whole_prompts, self._one_by_one = whole_prompts, one_by_one
         self._head = head
 
-    def execute(self, output: SchedulerOutput, device: torch.device) -> Tensor:
-        """As ModelRunner.execute."""
+    def execute(self, output: SchedulerOutput, device: torch.device, in_call: InCall) -> Tensor:
+        """As ModelRunner.execute; each call is inside of what `in_call` gives for it."""
         calls = cut_into_calls(output.scheduled, whole_prompts=self._whole_prompts, one_by_one=self._one_by_one)
         hidden: list[tuple[list[Piece], Tensor]] = []
         rows: list[int] = []
@@ -57,13 +61,16 @@ class GroupedRun:
             size = len(pieces[0].token_ids)
             wanted = [index * size + i for index, piece in enumerate(pieces) for i in piece.wanted]
             if output.pools:
-                logits, states = self._with_hidden(pieces)
+                with in_call(pieces, []):
+                    logits, states = self._with_hidden(pieces)
                 hidden.append((pieces, states))
                 parts.append(logits[torch.tensor(wanted, dtype=torch.long, device=device)])
             else:
                 # A model that computes no logits at all is not worth a special case in its code.
-                keep = torch.tensor(wanted or [0], device=device)
-                parts.append(self._tier.compute(pieces, keep)[: len(wanted)])
+                keep = wanted or [0]
+                with in_call(pieces, keep):
+                    logits = self._tier.compute(pieces, torch.tensor(keep, device=device))
+                parts.append(logits[: len(wanted)])
             rows += [piece.row + i for piece in pieces for i in piece.wanted]
         if output.pools:
             _pool(output, hidden)

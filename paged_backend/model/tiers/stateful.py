@@ -22,16 +22,16 @@ class StatefulTier:
     implementation: str | None = PAGED
     token_bytes = 0
 
-    def __init__(self, model: Any, call: ModelCall, block_size: int) -> None:
+    def __init__(self, model: Any, call: ModelCall, block_size: int, *, latents: bool) -> None:
         self._model, self._config, self._device = model, model.config, model.device
         self._call = call
-        self._block_size = block_size
+        self._block_size, self._keeps_latents = block_size, latents
         self._specs: list[LayerSpec] = []
         self._kv_cache: list[LayerCache] = []
         self.state_bytes = 0
 
     def record(self, token_ids: Tensor) -> list[LayerSpec]:
-        recorder = LayerRecorder()
+        recorder = LayerRecorder(latents=self._keeps_latents)
         num_tokens = token_ids.shape[1]
         cache = StepCache(self._config, recorder, num_before=0, num_new=num_tokens, states=[None])
         with attention_layers(recorder):
