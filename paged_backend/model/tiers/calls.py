@@ -31,28 +31,28 @@ class Piece(NamedTuple):
 
 
 def cut_into_calls(scheduled: list[ScheduledSequence], *, whole_prompts: bool, one_by_one: bool) -> list[list[Piece]]:
-    """A chunk of a prompt has a call of its own; sequences that compute one token share one.
+    """Chunks of prompts share a call if they are equally long, begin at the same position and want logits of the same
+    tokens; sequences that compute one token share one.
 
     With `whole_prompts`, a model goes on from what it has only one token at a time, so that what follows a first chunk
     is cut into tokens. With `one_by_one`, no two sequences share a call.
     """
-    alone: list[list[Piece]] = []
-    rounds: list[list[Piece]] = []  # round i: the i-th single tokens
+    calls: dict[tuple[int, ...], list[Piece]] = {}
+    rounds: dict[int, list[Piece]] = {}  # round i: the i-th single tokens
     row = 0
-    for item in scheduled:
+    for number, item in enumerate(scheduled):
         piece = Piece(item.sequence, item.sequence.num_computed_tokens, item.token_ids, row, item.num_logits)
         row += item.num_tokens
+        own = (number,) if one_by_one else ()
         if piece.start == 0 or (item.num_tokens > 1 and not whole_prompts):
-            alone.append([piece])
+            calls.setdefault((piece.start, item.num_tokens, item.num_logits, *own), []).append(piece)
             continue
         for index, single in enumerate(_single_tokens(piece)):
             if one_by_one:
-                alone.append([single])
-                continue
-            if index == len(rounds):
-                rounds.append([])
-            rounds[index].append(single)
-    return alone + rounds
+                calls[single.start, 1, single.num_wanted, *own] = [single]
+            else:
+                rounds.setdefault(index, []).append(single)
+    return [*calls.values(), *rounds.values()]
 
 
 def _single_tokens(piece: Piece) -> list[Piece]:

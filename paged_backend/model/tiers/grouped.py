@@ -67,7 +67,7 @@ class GroupedRun:
                 parts.append(logits[torch.tensor(wanted, dtype=torch.long, device=device)])
             else:
                 # A model that computes no logits at all is not worth a special case in its code.
-                keep = wanted or [0]
+                keep = wanted or [index * size for index in range(len(pieces))]
                 with in_call(pieces, keep):
                     logits = self._tier.compute(pieces, torch.tensor(keep, device=device))
                 parts.append(logits[: len(wanted)])

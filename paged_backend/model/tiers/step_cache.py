@@ -33,14 +33,16 @@ class SequenceState(NamedTuple):
     """
 
     layers: tuple[LinearState, ...]
+    in_modules: tuple[Tensor, ...] = ()
+    """What it has in the model's modules: see ModuleStates."""
 
     def copy(self) -> Self:
         return self
 
     @property
     def num_bytes(self) -> int:
-        tensors = (tensor for layer in self.layers for tensor in layer[:2] if tensor is not None)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        tensors = [tensor for layer in self.layers for tensor in layer[:2] if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *self.in_modules))
 
 
 class StepCache(DynamicCache):  # type: ignore[misc]
