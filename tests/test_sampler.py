@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import paged_kernels
 from helpers_sampler import (
     VOCAB_SIZE,
     chi_square,
@@ -33,6 +34,16 @@ def test_greedy_takes_the_best_token_whatever_the_filters() -> None:
     logits = make_logits(5)
     sequences = [make_sequence(temperature=0, top_p=0.3, top_k=3, min_p=0.2) for _ in range(5)]
     assert sample(logits, *sequences) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("params", [{"temperature": 1}, {"min_p": 1}, {"top_p": 1}], ids=str)
+def test_whole_numbers_compile_no_second_kernel(params: dict[str, Any]) -> None:
+    told: list[str] = []
+    sample(make_logits(), make_sequence(temperature=0.7, min_p=0.1, top_p=0.9))
+    with paged_kernels.telling_of_compilation(lambda: told.append("compiling")):
+        sample(make_logits(), make_sequence(**params))
+
+    assert told == []
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 1}, {"min_p": 1.0}])

@@ -1,7 +1,8 @@
 """Attention of a few rows: keys and values stream through the registers once, straight from the cache.
 
-They are widened to float32 on the way, and each is multiplied with all rows. The time is that of reading them, so the
-next block, whose place the processor cannot foresee, is brought into the caches while one is used.
+They are widened to float32 on the way, and each is multiplied with all rows. The time is that of reading them, so what
+is needed next, whose place the processor cannot foresee, is brought into the caches meanwhile: a tile's values during
+its keys, and the next tile's keys during its values. A block ahead would be too late for memory.
 """
 
 from typing import Any, NamedTuple
@@ -68,12 +69,17 @@ def attend_few(batch: Batch, item: Any, work: FewRows) -> None:
     _load_queries(batch.query, batch.token_stride, batch.head_stride, item, group, key_size, queries)
     # Four keys are multiplied at once; in whole blocks of fours, none of them can be past the end of the cache.
     in_place = k_cache.shape[2] % 4 == 0 and key_size == key_width
+    to_values = (v_cache.ctypes.data - k_cache.ctypes.data) // k_cache.itemsize
+    end_key = item.position + item.num_queries  # of all items of this sequence: the next one goes on where this ends
     for start in range(item.first_key // 4 * 4 if in_place else item.first_key, item.end_key, KEY_TILE):
         num_keys = min(KEY_TILE, item.end_key - start)
         first = max(start, item.first_key)
         num_values = start + num_keys - first
         if in_place:
-            _multiply_blocks(queries, num_rows, k_cache, item.kv_head, block_table, start, num_keys, logits)
+            _multiply_blocks(
+                queries, num_rows, k_cache, item.kv_head, block_table, start, num_keys, logits, to_values,
+                v_cache.shape[3],
+            )  # fmt: skip
         else:
             load_slots(k_cache, item.kv_head, block_table, start, num_keys, key_size, work.keys)
             dot_keys(queries, num_rows, work.keys, 0, 0, num_keys, key_width, logits, 0, KEY_TILE)
@@ -97,7 +103,10 @@ def attend_few(batch: Batch, item: Any, work: FewRows) -> None:
             else:
                 logits[row] = 0
         if value_size == value_width:
-            _add_blocks(logits, first - start, num_rows, v_cache, item.kv_head, block_table, first, num_values, sums)
+            _add_blocks(
+                logits, first - start, num_rows, v_cache, item.kv_head, block_table, first, num_values, sums,
+                -to_values, key_size, end_key,
+            )  # fmt: skip
         else:
             load_slots(v_cache, item.kv_head, block_table, first, num_values, value_size, work.values)
             add_values(
@@ -132,18 +141,18 @@ def _multiply_blocks(
     start: int,
     num_keys: int,
     logits: NDArray[np.float32],
+    to_values: int,
+    value_width: int,
 ) -> None:
+    """Meanwhile the values of these keys are fetched, which are `to_values` numbers from the keys' cache."""
     _, num_heads, block_size, width = cache.shape
-    of_block = num_heads * block_size * width
     done = 0
     while done < num_keys:
         block, offset = np.int64(block_table[(start + done) // block_size]), (start + done) % block_size
         run = min(block_size - offset, num_keys - done)
-        key = block * of_block + (head * block_size + offset) * width
-        ahead = 0
-        if done + run < num_keys:
-            ahead = (np.int64(block_table[(start + done + run) // block_size]) - block) * of_block
-        dot_keys(queries, num_rows, cache, key, ahead, run, width, logits, done, KEY_TILE)
+        slot = (block * num_heads + head) * block_size + offset
+        ahead = to_values + slot * (value_width - width)
+        dot_keys(queries, num_rows, cache, slot * width, ahead, run, width, logits, done, KEY_TILE)
         done += run
 
 
@@ -158,17 +167,24 @@ def _add_blocks(
     start: int,
     num_values: int,
     sums: NDArray[np.float32],
+    to_keys: int,
+    key_width: int,
+    end_key: int,
 ) -> None:
+    """Meanwhile the keys of the next tile are fetched, which are `to_keys` numbers from the values' cache."""
     _, num_heads, block_size, row_size = cache.shape
     width = sums.shape[1]
-    of_block = num_heads * block_size * row_size
     done = 0
     while done < num_values:
-        block, offset = np.int64(block_table[(start + done) // block_size]), (start + done) % block_size
+        position = start + done
+        block, offset = np.int64(block_table[position // block_size]), position % block_size
         run = min(block_size - offset, num_values - done)
-        value = block * of_block + (head * block_size + offset) * row_size
-        ahead = 0
-        if done + run < num_values:
-            ahead = (np.int64(block_table[(start + done + run) // block_size]) - block) * of_block
-        add_values(weights, column + done, KEY_TILE, num_rows, cache, value, row_size, ahead, run, width, sums)
+        slot = (block * num_heads + head) * block_size + offset
+        ahead, position = 0, position + KEY_TILE
+        if position < end_key:
+            block, offset = np.int64(block_table[position // block_size]), position % block_size
+            ahead = to_keys + ((block * num_heads + head) * block_size + offset) * key_width - slot * row_size
+        add_values(
+            weights, column + done, KEY_TILE, num_rows, cache, slot * row_size, row_size, ahead, run, width, sums
+        )
         done += run

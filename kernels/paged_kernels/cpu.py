@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paged_kernels import ahead
 from paged_kernels.attention_few import attend_few, make_few_rows
 from paged_kernels.attention_many import attend_many, make_many_rows
 from paged_kernels.attention_rows import MANY_ROWS, Batch, Softmax, padded
@@ -81,7 +82,7 @@ def paged_attention(
     out = query.new_empty(query.shape[0], query.shape[1], value_size)
     num_threads = set_num_threads()
     attend(
-        items_kernel(query, k_cache),
+        item_kernels(query, k_cache),
         *_rows(query),
         array_of(k_cache),
         array_of(v_cache),
@@ -110,13 +111,15 @@ def tile_types(query: Tensor, k_cache: Tensor) -> tuple[NDArray[Any], NDArray[An
     return _SINGLE, _SINGLE
 
 
-def items_kernel(query: Tensor, k_cache: Tensor) -> int:
-    """The address of the kernel that `attend` works on its items with, for arguments of these types."""
-    return _items_kernel(query.dtype, k_cache.dtype, tile_types(query, k_cache)[1] is _PAIR)
+def item_kernels(query: Tensor, k_cache: Tensor) -> tuple[int, int, int]:
+    """The addresses of what `attend` works on its items with, for arguments of these types: on a run of items, on one
+    of few rows, on one of many."""
+    return _item_kernels(query.dtype, k_cache.dtype, tile_types(query, k_cache)[1] is _PAIR)
 
 
 @functools.cache
-def _items_kernel(dtype: torch.dtype, cache_dtype: torch.dtype, in_pairs: bool) -> int:
+def _item_kernels(dtype: torch.dtype, cache_dtype: torch.dtype, in_pairs: bool) -> tuple[int, int, int]:
+    ahead.wait_for_items()
     like, numbers = TYPES[dtype], TYPES[torch.bfloat16] if in_pairs else _SINGLE
     cache = array_of(torch.empty(0, 0, 0, 0, dtype=cache_dtype))
     caches = (cache, cache, NO_SCALES, NO_SCALES, np.empty((0, 0), np.int32))
@@ -124,7 +127,12 @@ def _items_kernel(dtype: torch.dtype, cache_dtype: torch.dtype, in_pairs: bool) 
     tiles = (numbers, _PAIR if in_pairs else _SINGLE)
     zero = np.float32(0)
     batch = Batch(like, 0, 0, *caches, *made, *tiles, 0, zero, 0, 0, zero, NO_HEADS, NO_HEADS)
-    return address_of(_attend_items, batch, np.empty(0, ITEM))
+    items = np.empty(1, ITEM)
+    return (
+        address_of(_attend_items, 0, 0, batch, items),
+        address_of(attend_few, batch, items[0], make_few_rows(batch)),
+        address_of(attend_many, batch, items[0], make_many_rows(batch, 0)),
+    )
 
 
 def _rows(tensor: Tensor) -> tuple[NDArray[Any], int, int]:
@@ -187,7 +195,7 @@ def quantize(
 
 @functools.partial(compile_kernel, parallel=True)
 def attend(
-    attend_items: int,
+    kernels: tuple[int, int, int],
     query: NDArray[Any],
     token_stride: int,
     head_stride: int,
@@ -238,27 +246,27 @@ def attend(
     num_parts = num_threads if cost_of(items, group, 0, len(items)) >= _SERIAL_COST else 1
     bounds = share(items, group, num_parts)
     for part in numba.prange(num_parts):
-        call(attend_items, (batch, items[bounds[part] : bounds[part + 1]]))
+        call(kernels[0], (kernels[1], kernels[2], batch, items[bounds[part] : bounds[part + 1]]))
     if num_partials:
         _merge_items(batch, items)  # under 1 % of the work
 
 
 @compile_kernel
-def _attend_items(batch: Batch, items: NDArray[Any]) -> None:
+def _attend_items(few_address: int, many_address: int, batch: Batch, items: NDArray[Any]) -> None:
     max_rows = 0
     for item in items:
         max_rows = max(max_rows, item.num_queries * batch.group)
     few = make_few_rows(batch)
     many = make_many_rows(batch, max_rows if max_rows >= MANY_ROWS else 0)
     for item in items:
-        if item.num_queries * batch.group < MANY_ROWS:
-            _reset(batch, item, few.softmax)
-            attend_few(batch, item, few)
-            _finish(batch, item, few.softmax)
+        has_few = item.num_queries * batch.group < MANY_ROWS
+        softmax = few.softmax if has_few else many.softmax
+        _reset(batch, item, softmax)
+        if has_few:
+            call(few_address, (batch, item, few))
         else:
-            _reset(batch, item, many.softmax)
-            attend_many(batch, item, many)
-            _finish(batch, item, many.softmax)
+            call(many_address, (batch, item, many))
+        _finish(batch, item, softmax)
 
 
 @compile_kernel

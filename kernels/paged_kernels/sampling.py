@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paged_kernels import ahead
 from paged_kernels.compiled import FAST_MATH_WITHOUT_NAN, LOG2_E, TYPES, array_of, compile_kernel, exp2, set_num_threads
+from paged_kernels.native import address_of, call
 from paged_kernels.vector import to_float32
 
 _GROUP = 64
@@ -32,8 +34,10 @@ _LOW_HALF = 0xFFFFFFFF
 def draw(logits: Tensor, temperatures: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, shares: Tensor) -> Tensor:
     """See `reference.draw`."""
     tokens = torch.empty(len(logits), dtype=torch.int64)
+    rows = _rows(logits)
     _draw_rows(
-        _rows(logits),
+        _draw_kernel(logits.dtype if logits.dtype in TYPES else torch.float32),
+        rows,
         temperatures.numpy(),
         min_p.numpy(),
         top_k.numpy(),
@@ -60,12 +64,21 @@ def _rows(logits: Tensor) -> NDArray[Any]:
     return array_of((logits if logits.dtype in TYPES else logits.float()).contiguous())
 
 
+@functools.cache
+def _draw_kernel(dtype: torch.dtype) -> int:
+    """The address of `_draw_row`, for rows of this type."""
+    ahead.wait_for_draws()
+    keys = np.empty(0, np.int64)
+    return address_of(_draw_row, TYPES[dtype], (0.0, 0.0, 0, 0.0), 0.0, keys, 0, np.empty(0, np.float32), keys, keys)
+
+
 def _num_threads(num_rows: int) -> int:
     return 1 if num_rows <= _FEW_ROWS else set_num_threads()
 
 
 @functools.partial(compile_kernel, parallel=True)
 def _draw_rows(
+    draw_row: int,
     logits: NDArray[Any],
     temperatures: NDArray[np.float64],
     min_p: NDArray[np.float64],
@@ -81,14 +94,29 @@ def _draw_rows(
         keys = np.empty(vocab_size, np.int64)
         pivots = np.empty(vocab_size + 1, np.int64)
         for i in range(num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads):
-            row, best = logits[i], np.float32(_find_maxima(logits[i], maxima))
-            if temperatures[i] == 0 or top_k[i] == 1 or min_p[i] == 1:
-                tokens[i] = _first(row, maxima, best)
-            elif (top_k[i] <= 0 or top_k[i] >= vocab_size) and min_p[i] == 0 and top_p[i] >= 1:
-                tokens[i] = _draw_from_all(row, best, temperatures[i], shares[i])
-            else:
-                filters = (temperatures[i], min_p[i], top_k[i], top_p[i])
-                tokens[i] = _draw_from_best(row, best, filters, shares[i], maxima, keys, pivots)
+            filters = (temperatures[i], min_p[i], top_k[i], top_p[i])
+            call(draw_row, (logits[i], filters, shares[i], tokens, i, maxima, keys, pivots))
+
+
+@compile_kernel
+def _draw_row(
+    row: NDArray[Any],
+    filters: tuple[float, float, int, float],
+    share: float,
+    tokens: NDArray[np.int64],
+    i: int,
+    maxima: NDArray[np.float32],
+    keys: NDArray[np.int64],
+    pivots: NDArray[np.int64],
+) -> None:
+    temperature, min_p, top_k, top_p = filters
+    best = np.float32(_find_maxima(row, maxima))
+    if temperature == 0 or top_k == 1 or min_p == 1:
+        tokens[i] = _first(row, maxima, best)
+    elif (top_k <= 0 or top_k >= len(row)) and min_p == 0 and top_p >= 1:
+        tokens[i] = _draw_from_all(row, best, temperature, share)
+    else:
+        tokens[i] = _draw_from_best(row, best, filters, share, maxima, keys, pivots)
 
 
 @functools.partial(compile_kernel, parallel=True)

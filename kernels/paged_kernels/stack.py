@@ -183,9 +183,7 @@ class LayerStack:
         shapes += [(num_tokens, width), (num_tokens, layer.gate_up.weight.shape[0])]
         shapes += [(num_tokens, layer.down.weight.shape[1]), (num_kept, num_numbers), (num_kept, width)]
         buffers = [x, *(x.new_empty(shape) for shape in shapes)]
-        if self._run is None:
-            self._run = self._prepared(x, cos, places)
-        self._run(
+        step = (
             Options(self._options.eps, *fused.GATES[self._options.activation], set_num_threads()),
             self._table,
             self._factors,
@@ -194,20 +192,26 @@ class LayerStack:
             _arrays(places),
             keep.numpy(),
         )
+        if self._run is None:
+            self._run = self._prepared(x, cos, places, step)
+        self._run(*step)
         return buffers[1][:num_kept]
 
-    def _prepared(self, x: Tensor, cos: Tensor, places: StepPlaces) -> Callable[..., None]:
+    def _prepared(self, x: Tensor, cos: Tensor, places: StepPlaces, step: tuple[Any, ...]) -> Callable[..., None]:
         """`run_layers` for steps with arguments of these types."""
         scales = self._attention[0].key_scales
-        return functools.partial(
-            run_layers,
-            self._find_kernels(x, cos, places),
+        kernels = self._find_kernels(x, cos, places)
+        of_all_steps = (
             self._layers[0].qkv.types(x),
             self._likes(x, cos),
             None if scales is None else TYPES[scales.dtype],
             self._sizes(x.shape[1]),
             tuple(map(_operation, self._layers[0].matrices)),
         )
+        address_of(run_layers, kernels, *of_all_steps, *step)
+        keys, values, *_ = self._attention[0].tensors  # last, since another process may be compiling for it
+        kernels = kernels._replace(attend_items=cpu.item_kernels(x, keys))
+        return functools.partial(run_layers, kernels, *of_all_steps)
 
     def _likes(self, x: Tensor, cos: Tensor) -> Likes:
         keys = self._attention[0].keys
@@ -222,7 +226,7 @@ class LayerStack:
         return Sizes(width, token, *heads, blocks, (0, 0, 0) if scales is None else blocks)
 
     def _find_kernels(self, x: Tensor, cos: Tensor, places: StepPlaces) -> Kernels:
-        """Those for arguments of these types."""
+        """Those for arguments of these types, but for those that work on attention's items."""
         like, norm_like, angle_like, _, *tile_types = self._likes(x, cos)
         tensors, qkv = self._attention[0].tensors, self._layers[0].qkv
         keys, values, *scales = (cpu.NO_SCALES if tensor is None else array_of(tensor) for tensor in tensors)
@@ -242,8 +246,8 @@ class LayerStack:
             address_of(fused.gate_rows, *gate),
             address_of(fused.gate_all_rows, *gate),
             address_of(stores, like, 0, 0, *stored),
-            address_of(cpu.attend, 0, *heads, 0.0, 0, 0, 0.0, cpu.NO_HEADS, cpu.NO_HEADS, 0),
-            cpu.items_kernel(x, tensors[0]),
+            address_of(cpu.attend, (0, 0, 0), *heads, 0.0, 0, 0, 0.0, cpu.NO_HEADS, cpu.NO_HEADS, 0),
+            (0, 0, 0),
             address_of(multiply, qkv.part_kernels(x), qkv.types(x), 0, 0, qkv.arguments(), 0, 0, 0),
             qkv.part_kernels(x),
         )

@@ -33,7 +33,7 @@ class Kernels(NamedTuple):
     gate_many: int
     store: int
     attend: int
-    attend_items: int
+    attend_items: tuple[int, int, int]
     multiply: int
     multiply_parts: Any
 
@@ -275,4 +275,6 @@ def _gate(kernels: Kernels, likes: Likes, options: Options, buffers: Buffers, wi
 @compile_kernel
 def _keep(like: NDArray[Any], source: int, target: int, width: int, rows: NDArray[np.int64]) -> None:
     for i in range(len(rows)):
-        array_at(target, i * width, width, like)[:] = array_at(source, rows[i] * width, width, like)
+        read, written = array_at(source, rows[i] * width, width, like), array_at(target, i * width, width, like)
+        for j in range(np.uint64(width)):  # an assignment of all of it takes a second longer to compile
+            written[j] = read[j]

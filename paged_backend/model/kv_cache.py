@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError
+from paged_backend.model.huge_pages import ask_for_huge_pages
 
 _SCALE = torch.bfloat16
 _SCALED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -130,7 +131,9 @@ def allocate(
     def pages(num_heads: int, size: int) -> tuple[Tensor, Tensor | None]:
         slots = (num_blocks, num_heads, block_size)
         scales = torch.empty(slots, dtype=_SCALE, device=device) if dtype in _SCALED else None
-        return torch.empty(*slots, size, dtype=dtype, device=device), scales
+        tensor = torch.empty(*slots, size, dtype=dtype, device=device)
+        ask_for_huge_pages(tensor)
+        return tensor, scales
 
     def cache(spec: KVShape) -> LayerCache:
         keys, key_scales = pages(spec.num_kv_heads, spec.head_size)

@@ -61,6 +61,7 @@ from paged_backend.model.tiers.own_cache import OwnCacheTier
 from paged_backend.model.tiers.stateful import StatefulTier
 from paged_backend.model.tiers.step_cache import StepCache
 from paged_backend.model.ways import Tier, Verdict, Way, kinds_of_layers, ways_to_run, window_of
+from paged_kernels.ahead import compile_beside
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,8 @@ class ModelRunner:
         """Of steps with adapters, if there is one of steps without."""
         with torch.inference_mode():
             freeze_frequencies(self._model, loaded.max_model_len)
-            with paged_kernels.telling_of_compilation(_tell_of_compilation), compiler_given_back():
+            compiles = functools.partial(_compile_beside, self._model, config)
+            with paged_kernels.telling_of_compilation(compiles), compiler_given_back():
                 _start_compiler(self._model)
                 self.verdict = self._choose_way(loaded, config)
         use_huge_pages(module.packed.values for module in self._model.modules() if isinstance(module, PackedLinear))
@@ -556,7 +558,9 @@ def _set_attention(model: Any, implementation: str) -> None:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _tell_of_compilation() -> None:
+def _compile_beside(model: Any, config: EngineConfig) -> None:
+    if model.device.type == "cpu" and config.tensor_parallel_size == 1:
+        compile_beside(model.dtype, kv_cache.storage_dtype(config, model.dtype))
     # A warning, so that those see it who have not set up logging, and wonder what takes so long.
     logger.warning("compiling kernels for this CPU: once per machine, less than a minute")
 

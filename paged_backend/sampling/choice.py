@@ -25,7 +25,7 @@ def choose(logits: torch.Tensor, sequences: list[Sequence]) -> Ints:
     else:
         shares = uniforms([sequence.seed for sequence in sequences], [sequence.num_tokens for sequence in sequences])
     filters = (
-        np.array([0.0 if item.is_greedy else item.temperature for item in params]),
+        np.array([0.0 if item.is_greedy else item.temperature for item in params], np.float64),
         np.array([item.min_p for item in params], np.float64),
         np.array([min(item.top_k, logits.shape[1]) for item in params], np.int64),
         np.array([item.top_p for item in params], np.float64),
