@@ -12,9 +12,7 @@ making: one for which too little of `--minutes` is left is skipped. Results are 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
-import gc
 import importlib.util
 import json
 import pathlib
@@ -22,153 +20,18 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-import paged_kernels
-from paged_backend import LLM, Backend, EngineConfig, SamplingParams
-from paged_backend.model import loader
+from gpu_right import adapters_are_right, engine_is_right, kernels_are_right
+from gpu_setup import Check, Pages, make_llm, make_model, model_config, use_own_attention
+from paged_backend import LLM, SamplingParams
 from paged_backend.model.runner import ModelRunner
-from paged_backend.sampling.sampler import Sampler
-from paged_kernels import reference
-
-_SHAPE = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
-_TINY = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 272,
-    "max_position_embeddings": 512,
-}
-_BLOCK = 16
-_FEATURES: dict[str, dict[str, Any]] = {"plain": {}, "window": {"window": 33}, "softcap": {"softcap": 20.0}}
-
-
-class Check:
-    """The machine, the time that is left, and the results so far."""
-
-    def __init__(self, *, is_dry: bool, minutes: float, out: pathlib.Path) -> None:
-        self.is_dry, self._out = is_dry, out
-        self.device = torch.device("cpu" if is_dry else "cuda")
-        self.dtype = torch.float32 if is_dry else torch.bfloat16
-        self._deadline = time.monotonic() + 60 * minutes
-        self.results: dict[str, Any] = {}
-        self._folder = tempfile.TemporaryDirectory()
-
-    @property
-    def seconds_left(self) -> float:
-        return self._deadline - time.monotonic()
-
-    def stage(self, name: str, seconds: float, run: Callable[[Check], dict[str, Any]]) -> None:
-        start = time.monotonic()
-        if self.seconds_left < seconds and not self.is_dry:
-            found: dict[str, Any] = {"skipped": f"it takes {seconds:.0f} s, and {self.seconds_left:.0f} s are left"}
-        else:
-            try:
-                found = run(self)
-            except Exception as error:
-                traceback.print_exc()
-                found = {"error": f"{type(error).__name__}: {error}"[:1000]}
-        self.results[name] = {"seconds": round(time.monotonic() - start, 1), **found}
-        self._out.write_text(json.dumps(self.results, indent=1, default=str) + "\n")
-        print(f"{name}: {json.dumps(self.results[name], default=str)}", flush=True)
-        gc.collect()
-        if not self.is_dry:
-            torch.cuda.empty_cache()
-
-    def synchronize(self) -> None:
-        if not self.is_dry:
-            torch.cuda.synchronize()
-
-    def seconds_of(self, *functions: Callable[[], object], repeats: int = 20) -> float:
-        """The median of one call; several functions take turns, so that caches do not hold what they read."""
-        for function in functions:
-            function()
-        times = []
-        for number in range(2 if self.is_dry else repeats):
-            function = functions[number % len(functions)]
-            self.synchronize()
-            start = time.perf_counter()
-            function()
-            self.synchronize()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    def seconds_of_launches(self, *functions: Callable[[], object]) -> float:
-        """Of one call among many, without the time between launches: they are captured and replayed."""
-        if self.is_dry:
-            return self.seconds_of(*functions)
-        for function in functions:
-            function()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for function in functions:
-                function()
-        return self.seconds_of(graph.replay) / len(functions)
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, device=self.device, dtype=self.dtype)
-
-    def config_folder(self) -> str:
-        """A folder with the large model's configuration alone."""
-        model_config(self).save_pretrained(self._folder.name)
-        return self._folder.name
-
-
-def model_config(check: Check, **changes: Any) -> LlamaConfig:
-    shape = _TINY if check.is_dry else _SHAPE
-    fields = {"eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.02, "tie_word_embeddings": False}
-    return LlamaConfig(**{**shape, **fields, "dtype": check.dtype, "architectures": ["LlamaForCausalLM"], **changes})
-
-
-def make_model(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    torch.manual_seed(0)
-    with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval().requires_grad_(False)
-
-
-def use_own_attention(model: PreTrainedModel) -> None:
-    """As before an engine ran it."""
-    model.set_attn_implementation("sdpa")
-
-
-def make_llm(model: PreTrainedModel, **settings: Any) -> tuple[ModelRunner, LLM]:
-    """On weights that are the engine's own, so that it may merge them as it does with those of a checkpoint."""
-    use_own_attention(model)
-    config = EngineConfig(**settings)
-    loaded = dataclasses.replace(loader.load(model, None, config), owns_weights=True)
-    runner = ModelRunner(loaded, config)
-    backend = Backend(
-        name="random",
-        runner=runner,
-        sampler=Sampler(runner.vocab_size),
-        tokenizer=None,
-        max_model_len=loaded.max_model_len,
-        num_swap_blocks=runner.num_swap_blocks,
-        close=runner.close,
-    )
-    return runner, LLM.from_backend(backend, **settings)
-
-
-# --- stages ---
 
 
 def machine(check: Check) -> dict[str, Any]:
@@ -185,95 +48,6 @@ def machine(check: Check) -> dict[str, Any]:
             "--format=csv,noheader",
         ]
         found["nvidia_smi"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-    return found
-
-
-class Pages:
-    """Random keys and values of sequences of one length, scattered over pages, and queries for them."""
-
-    def __init__(
-        self, check: Check, num_seqs: int, length: int, num_queries: int = 1, heads: tuple[int, int] = (32, 8)
-    ):
-        num_heads, num_kv_heads = heads
-        blocks = -(-length // _BLOCK)
-        self.query = check.random(num_seqs * num_queries, num_heads, 128)
-        self.keys, self.values = (check.random(num_seqs * blocks, num_kv_heads, _BLOCK, 128) for _ in range(2))
-        tables = torch.randperm(num_seqs * blocks, dtype=torch.int32).view(num_seqs, blocks)
-        starts = torch.arange(num_seqs + 1, dtype=torch.int32) * num_queries
-        lengths = torch.full((num_seqs,), length, dtype=torch.int32)
-        self._places = [one.to(check.device) for one in (tables, starts, lengths)]
-        self.num_bytes = 2 * num_seqs * length * num_kv_heads * 128 * self.keys.itemsize
-        self._options: dict[str, Any] = {}
-        if not check.is_dry:
-            from paged_kernels.triton_attention import AttentionPlan
-
-            self._options["plan"] = AttentionPlan(num_seqs if num_queries == 1 else 0, length)
-
-    def attend(self, attention: Callable[..., Tensor] | None = None, **options: Any) -> Tensor:
-        if attention is None:
-            attention = _kernel()
-            options |= self._options
-        return attention(self.query, self.keys, self.values, *self._places, scale=128**-0.5, **options)
-
-
-def _kernel() -> Callable[..., Tensor]:
-    if not torch.cuda.is_available():
-        return paged_kernels.paged_attention
-    from paged_kernels.triton_attention import paged_attention
-
-    return paged_attention
-
-
-def kernels_are_right(check: Check) -> dict[str, Any]:
-    """Attention and what is around it, against the definitions on the same device."""
-    differences: dict[str, float] = {}
-    sizes = [(3, 40, 1), (2, 50, 20)] if check.is_dry else [(3, 700, 1), (5, 4000, 1), (2, 300, 300), (3, 900, 70)]
-    for num_seqs, length, num_queries in sizes:
-        for name, options in _FEATURES.items():
-            pages = Pages(check, num_seqs, length, num_queries)
-            actual, expected = (
-                pages.attend(**options).double(),
-                pages.attend(reference.paged_attention, **options).double(),
-            )
-            differences[f"{num_seqs}x{length} q{num_queries} {name}"] = float(
-                (actual - expected).norm() / expected.norm()
-            )
-    x, residual, weight = check.random(7, 4096), check.random(7, 4096), check.random(4096)
-    actual, _ = paged_kernels.add_rms_norm(x, residual.clone(), weight, 1e-5)
-    expected, _ = reference.add_rms_norm(x, residual.clone(), weight, 1e-5)
-    differences["add_rms_norm"] = float((actual.double() - expected.double()).norm() / expected.double().norm())
-    gates = check.random(7, 2 * 4096)
-    actual, expected = paged_kernels.silu_and_mul(gates), reference.silu_and_mul(gates)
-    differences["silu_and_mul"] = float((actual.double() - expected.double()).norm() / expected.double().norm())
-    worst = max(differences.values())
-    return {"is_right": worst < 1e-2, "worst": worst, "wrong": {k: v for k, v in differences.items() if not v < 1e-2}}
-
-
-def engine_is_right(check: Check) -> dict[str, Any]:
-    """Greedy tokens of a small float32 model: those of transformers, with graphs, without, preempted and swapped."""
-    config = LlamaConfig(**{**_TINY, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.15})
-    model = make_model(config, check.device, torch.float32)
-    draw = random.Random(0)
-    prompts = [[draw.randrange(1, 272) for _ in range(draw.randint(5, 60))] for _ in range(12)]
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=check.device)
-        expected.append(model.generate(ids, max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist())
-    found = {}
-    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    ways: dict[str, dict[str, Any]] = {
-        "graphs": {},
-        "eager": {"enforce_eager": True},
-        "swapped": {"num_gpu_blocks_override": 24, "swap_space": 0.1},
-        "chunked": {"max_num_batched_tokens": 16},
-        "torch": {"attention_backend": "torch"},
-    }
-    for name, settings in ways.items():
-        _, llm = make_llm(model, max_num_seqs=16, kv_cache_memory="64MiB", **settings)
-        with llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-        same = [output.outputs[0].token_ids == tokens for output, tokens in zip(outputs, expected, strict=True)]
-        found[name] = f"{sum(same)} of {len(same)} as transformers"
     return found
 
 
@@ -356,7 +130,12 @@ def whole_engines(check: Check) -> dict[str, Any]:
     settings: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 1088}
     if check.is_dry:
         settings = {"kv_cache_memory": "8MiB", "max_num_seqs": 4}
-    for name, options in {"paged-backend": {}, "paged-backend, eager": {"enforce_eager": True}}.items():
+    ways: dict[str, dict[str, Any]] = {
+        "paged-backend": {},
+        "paged-backend, one step after the other": {"async_scheduling": False},
+        "paged-backend, eager": {"enforce_eager": True},
+    }
+    for name, options in ways.items():
         runner, llm = make_llm(model, **settings, **options)
         with llm:
             _generate(llm, uniform)  # compiles, and captures
@@ -364,7 +143,7 @@ def whole_engines(check: Check) -> dict[str, Any]:
                 kind: _rate(check, load, functools.partial(_generate, llm, load)) for kind, load in loads.items()
             }
             found[name] |= _steps(check, llm, 1 if check.is_dry else 64)
-            found[name]["share_of_steps_outside_the_model"] = _overhead(check, llm, runner, 1 if check.is_dry else 64)
+            found[name] |= _overhead(check, llm, runner, 1 if check.is_dry else 64)
     use_own_attention(model)
     found["transformers generate"] = {"mixed": _rate(check, mixed, lambda: _generate_padded(check, model, mixed))}
     if hasattr(model, "generate_batch") and not check.is_dry:
@@ -415,25 +194,55 @@ def _steps(check: Check, llm: LLM, num_seqs: int) -> dict[str, float]:
     return {f"step_ms_of_{num_seqs}": round(1e3 * seconds / num_steps, 3)}
 
 
-def _overhead(check: Check, llm: LLM, runner: ModelRunner, num_seqs: int) -> float:
-    """What of a step's time is not the model's: scheduling, sampling, output."""
-    execute, seconds = runner.execute, list[float]()
+def _overhead(check: Check, llm: LLM, runner: ModelRunner, num_seqs: int) -> dict[str, float]:
+    """What of the time from step to step the device does not compute the model, and what the host takes to launch it.
+
+    The device's own clock is read, so that nothing waits that did not wait before. A device that has nothing to do
+    while a step is prepared counts that time as the model's; `host_ms` is most of it."""
+    execute, starts, clocks, host = runner.execute, list[float](), list[Any](), list[float]()
 
     def timed(output: Any) -> Tensor:
-        start = time.perf_counter()
+        before, after = _Clock(check), _Clock(check)
+        starts.append(time.perf_counter())
+        before.read()
         logits = execute(output)
-        check.synchronize()
-        seconds.append(time.perf_counter() - start)
+        after.read()
+        host.append(time.perf_counter() - starts[-1])
+        clocks.append((before, after))
         return logits
 
     runner.execute = timed  # type: ignore[method-assign]
     try:
-        before = llm.stats()
         _steps(check, llm, num_seqs)
-        after = llm.stats()
     finally:
         runner.execute = execute  # type: ignore[method-assign]
-    return round(1 - sum(seconds) / (after.step_seconds - before.step_seconds), 4)
+    check.synchronize()
+    half = len(starts) // 2  # those before warm up
+    seconds = [before.seconds_to(after) for before, after in clocks[half:-1]]
+    whole = starts[-1] - starts[half]
+    return {
+        "share_of_steps_outside_the_model": round(1 - sum(seconds) / whole, 4),
+        "host_ms_to_launch": round(1e3 * statistics.median(host[half:]), 3),
+    }
+
+
+class _Clock:
+    """When the device got as far as where `read` was called."""
+
+    def __init__(self, check: Check) -> None:
+        self._event = None if check.is_dry else torch.cuda.Event(enable_timing=True)
+        self._seconds = 0.0
+
+    def read(self) -> None:
+        if self._event is None:
+            self._seconds = time.perf_counter()
+        else:
+            self._event.record()
+
+    def seconds_to(self, later: _Clock) -> float:
+        if self._event is None or later._event is None:
+            return later._seconds - self._seconds
+        return float(self._event.elapsed_time(later._event)) / 1e3
 
 
 def graphs(check: Check) -> dict[str, Any]:
@@ -486,10 +295,13 @@ def vllm(check: Check) -> dict[str, Any]:
     return found
 
 
+_MANY_TOKENS = 128 * 1024
+"""In the cache: from here on decode attention is bound by memory."""
 _STAGES: dict[str, tuple[float, Callable[[Check], dict[str, Any]]]] = {
     "machine": (5, machine),
     "kernels are right": (60, kernels_are_right),
     "engine is right": (40, engine_is_right),
+    "adapters are right": (15, adapters_are_right),
     "ceilings": (10, ceilings),
     "decode attention": (30, decode_attention),
     "prefill attention": (20, prefill_attention),
@@ -498,6 +310,25 @@ _STAGES: dict[str, tuple[float, Callable[[Check], dict[str, Any]]]] = {
     "vllm": (90, vllm),
 }
 """And the seconds below which there is no use in beginning."""
+
+
+def targets(results: dict[str, Any]) -> dict[str, str]:
+    """What is to be reached, and what was; nothing of stages that did not come to their end."""
+    found: dict[str, str] = {}
+
+    def judge(name: str, value: float | None, is_met: Callable[[float], bool]) -> None:
+        if value is not None:
+            found[name] = f"{value}: {'met' if is_met(value) else 'MISSED'}"
+
+    for size, figures in results.get("decode attention", {}).items():
+        num_seqs, _, length = size.partition(" x ")
+        if isinstance(figures, dict) and int(num_seqs) * int(length) >= _MANY_TOKENS:
+            judge(f"decode attention of {size} >= 0.8 of a copy", figures["share_of_copy"], lambda share: share >= 0.8)
+    engines = results.get("whole engines", {})
+    outside = engines.get("paged-backend", {}).get("share_of_steps_outside_the_model")
+    judge("outside the model < 0.05 of a step", outside, lambda share: share < 0.05)
+    judge("mixed lengths >= 10 x generate", engines.get("ratio_to_generate"), lambda ratio: ratio >= 10)
+    return found
 
 
 def table(results: dict[str, Any]) -> str:
@@ -522,6 +353,7 @@ def main() -> None:
     check = Check(is_dry=arguments.dry, minutes=arguments.minutes, out=arguments.out)
     for name in arguments.stages:
         check.stage(name, *_STAGES[name])
+    check.stage("targets", 0, lambda check: targets(check.results))
     print(table(check.results))
     if any("error" in found for found in check.results.values()):
         sys.exit(1)

@@ -73,8 +73,20 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
         "%s is ready: %d blocks of %d tokens, so that %d tokens fit in the KV cache",
         *(backend.name, manager.pool.num_blocks, manager.block_size, manager.num_slots),
     )
-    engine = Engine(backend.runner, backend.sampler, scheduler, processor, close=backend.close)
+    engine = Engine(
+        *(backend.runner, backend.sampler, scheduler, processor),
+        is_asynchronous=_is_asynchronous(backend, config),
+        close=backend.close,
+    )
     return engine, Facts(backend.name, limits, backend.tokenizer, backend.default_sampling, backend.adapters)
+
+
+def _is_asynchronous(backend: Backend, config: EngineConfig) -> bool:
+    """Whether steps are launched while others run."""
+    if config.async_scheduling and not backend.takes_pending_tokens:
+        logger.info("no asynchronous scheduling for %s: its steps need to know all tokens", backend.name)
+    is_wanted = backend.is_asynchronous if config.async_scheduling is None else config.async_scheduling
+    return is_wanted and backend.takes_pending_tokens and config.speculation is None
 
 
 def request_builder(facts: Facts, config: EngineConfig) -> RequestBuilder:

@@ -62,6 +62,10 @@ class Backend:
     num_swap_blocks: int = 0
     """Blocks of host memory that the runner swaps to; 0: it does not."""
     traits: Traits = Traits()
+    takes_pending_tokens: bool = False
+    """The runner computes tokens that only the device knows yet, and the sampler has `start`."""
+    is_asynchronous: bool = False
+    """Steps are launched on a device, which computes them while the host goes on."""
     close: Callable[[], None] = lambda: None
     """Called once, when the engine has ended."""
 
@@ -139,6 +143,8 @@ def _load_backend(
         adapters=runner.adapters,
         close=runner.close,
         num_swap_blocks=runner.num_swap_blocks,
+        takes_pending_tokens=runner.takes_pending_tokens,
+        is_asynchronous=runner.device.type == "cuda",
         traits=Traits(
             max_num_seqs=runner.verdict.max_num_seqs,
             keeps_state=runner.verdict.keeps_state,

@@ -107,6 +107,9 @@ class EngineConfig:
     """Where requests without a seed draw theirs from; None: anew in each process."""
     enforce_eager: bool = False
     """Launch every step's kernels one by one, rather than capture decode steps into CUDA graphs and replay these."""
+    async_scheduling: bool | None = None
+    """Schedule and launch a step while the one before runs, whose tokens it finds on the device. None: where that pays,
+    on CUDA devices; not with `speculative_config`, whose guesses need to know them."""
     quantization: str | None = None
     """None: weights as the checkpoint has them, packed ones in few bits on a CPU; `unpacked`: those too in `dtype`;
     `int8`, `int4`: the linear layers' weights are rounded to 8 or 4 bits when they are loaded, on a CPU. Whoever has
@@ -164,11 +167,18 @@ class EngineConfig:
         check.integer("max_lora_rank", 1)
         check.integer("max_cpu_loras", self.max_loras, optional=True)
         check.flag("enable_lora", "enable_prefix_caching", "trust_remote_code", "enforce_eager")
+        if self.async_scheduling is not None:
+            check.flag("async_scheduling")
         object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         object.__setattr__(self, "speculative_config", _speculative_config(self.speculative_config))
         if self.quantization not in QUANTIZATIONS:
             available = ", ".join(map(repr, QUANTIZATIONS))
             raise ConfigError(f"quantization={self.quantization!r} is not available; available: {available}")
+        if self.async_scheduling and self.speculative_config is not None:
+            raise ConfigError(
+                "async_scheduling=True does not work with speculative_config, whose guesses follow from tokens that "
+                "are not known in time; leave one of them out"
+            )
         check.integer("tensor_parallel_size", 1)
         if self.tensor_parallel_size > 1:
             self._check_sharding()

@@ -75,9 +75,13 @@ class FakeRunner:
                     self.swapped[target] = [None] * self.block_size
             raise
         self.num_tokens += output.num_tokens
+
+        def known(token_id: int) -> int:
+            return token_id if token_id >= 0 else int(output.pending_tokens[-1 - token_id])
+
         for item in output.scheduled:
-            self._store(item, lambda token_id: token_id)
-        return [row for item in output.scheduled for row in self._rows_of(item)]
+            self._store(item, known)
+        return [row for item in output.scheduled for row in self._rows_of(item, known)]
 
     def rows(self, logits: list[list[int]], rows: list[int]) -> list[list[int]]:
         return [logits[row] for row in rows]
@@ -88,12 +92,13 @@ class FakeRunner:
             block = sequence.block_table[position // self.block_size]
             self.slots[block][position % self.block_size] = content(token_id)
 
-    def _rows_of(self, item: ScheduledSequence) -> list[list[int]]:
+    def _rows_of(self, item: ScheduledSequence, known: Callable[[int], int]) -> list[list[int]]:
         sequence, num_tokens, num_logits = item
         end = sequence.num_computed_tokens + num_tokens
         slots = [slot for block in sequence.block_table for slot in self.slots[block]]
         context = [-1 if token_id is None else token_id for token_id in slots[:end]]
-        assert context == (sequence.token_ids + sequence.draft_token_ids)[:end], f"{sequence} would attend to {context}"
+        own = sequence.token_ids[: sequence.num_computed_tokens] + list(map(known, item.token_ids))
+        assert context == own, f"{sequence} would attend to {context}"
         return [context[: end - num_logits + 1 + i] for i in range(num_logits)]
 
 
@@ -101,6 +106,17 @@ class FakeToken(NamedTuple):
     token_id: int
     logprobs: RawLogprobs | None
     is_complete: bool = False
+
+
+class FakeDraws:
+    """Tokens that nobody may look at before `result` is asked for, but for the runner."""
+
+    def __init__(self, drawn: list[FakeToken]) -> None:
+        self.tokens = [token.token_id for token in drawn]
+        self._drawn = drawn
+
+    def result(self) -> list[FakeToken]:
+        return self._drawn
 
 
 class FakeSampler:
@@ -112,6 +128,12 @@ class FakeSampler:
 
     def sample(self, logits: list[list[int]], sequences: list[engine_request.Sequence]) -> list[FakeToken]:
         return [self._sample(context, sequence) for context, sequence in zip(logits, sequences, strict=True)]
+
+    def start(self, logits: list[list[int]], sequences: list[engine_request.Sequence]) -> FakeDraws | None:
+        """`extra_args={"needs_tokens": True}` says that tokens have to be known."""
+        if any((sequence.request.params.extra_args or {}).get("needs_tokens") for sequence in sequences):
+            return None
+        return FakeDraws(self.sample(logits, sequences))
 
     def prompt_logprobs(self, logits: list[list[int]], token_ids: list[int], num_logprobs: int) -> list[RawLogprobs]:
         return [{token_id: logprob_of(context, token_id)} for context, token_id in zip(logits, token_ids, strict=True)]
@@ -125,7 +147,7 @@ class FakeSampler:
         params = sequence.request.params
         forced = (params.extra_args or {}).get("forced")
         if forced is not None:
-            token_id = forced[sequence.num_output_tokens]
+            token_id = forced[sequence.num_drawn_tokens - sequence.num_prompt_tokens]
         else:
             seed = 0 if params.is_greedy else sequence.seed
             token_id = hash((seed, sequence.num_prompt_tokens, *context)) % self._vocab_size
@@ -189,7 +211,7 @@ def make_scheduler(
 class EngineUnderTest:
     """An engine on fakes, what it was built from, and the news of its requests so far."""
 
-    def __init__(self, decoder: TextDecoder | None = None, **options: Any) -> None:
+    def __init__(self, decoder: TextDecoder | None = None, *, is_asynchronous: bool = False, **options: Any) -> None:
         self.scheduler = make_scheduler(**options)
         manager = self.scheduler.kv_cache_manager
         self.runner = FakeRunner(
@@ -197,7 +219,9 @@ class EngineUnderTest:
             block_size=manager.block_size,
             num_swap_blocks=manager.swap_pool.num_blocks,
         )
-        self.engine = Engine(self.runner, FakeSampler(), self.scheduler, OutputProcessor(decoder))
+        self.engine = Engine(
+            *(self.runner, FakeSampler(), self.scheduler, OutputProcessor(decoder)), is_asynchronous=is_asynchronous
+        )
         self.news: dict[str, list[CompletionOutput | Exception]] = {}
         self.requests: dict[str, Request] = {}
 
@@ -294,7 +318,7 @@ class Result(NamedTuple):
 
 
 def make_engine(decoder: TextDecoder | None = None, **options: Any) -> EngineUnderTest:
-    """Options are those of `make_scheduler`."""
+    """Options are `is_asynchronous` and those of `make_scheduler`."""
     return EngineUnderTest(decoder, **options)
 
 
@@ -315,6 +339,7 @@ def make_llm(
         tokenizer=tokenizer,
         max_model_len=max_model_len,
         eos_token_ids=frozenset(eos_token_ids),
+        takes_pending_tokens=True,
     )
     return LLM.from_backend(backend, **config)
 

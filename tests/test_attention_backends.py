@@ -26,6 +26,9 @@ from paged_backend.model.attention_backends import (
 )
 from paged_backend.model.kv_cache import LayerCache, allocate
 from paged_backend.model.latents import LatentShape
+from paged_backend.model.loader import load
+from paged_backend.model.runner import ModelRunner
+from paged_backend.model.ways import Tier
 from paged_kernels import reference
 
 needs_interpreter = pytest.mark.skipif(
@@ -264,3 +267,27 @@ def test_names_that_there_are_not_are_refused() -> None:
         EngineConfig(attention_backend="xformers")
     with pytest.raises(ConfigError, match=r"attention_backend='flash_attn'.*not on cpu"):
         LLM(make_model(), attention_backend="flash_attn")
+
+
+def test_a_kernel_that_fails_is_named_before_a_slower_way_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("ptxas failed")
+
+    monkeypatch.setattr("paged_kernels.cpu.paged_attention", fail)
+    runner = ModelRunner(load(make_model(), None, EngineConfig()), EngineConfig(kv_cache_memory="4MiB"))
+    assert runner.verdict.way.tier is not Tier.PACKED
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("cannot run" in warning and "ptxas failed" in warning for warning in warnings)
+
+
+def test_what_a_library_copies_from_its_own_memory_keeps_steps_from_overlapping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not FlashInfer.lets_steps_queue
+    monkeypatch.setattr(CpuAttention, "lets_steps_queue", False)
+    config = EngineConfig(kv_cache_memory="4MiB")
+    assert not ModelRunner(load(make_model(), None, config), config).takes_pending_tokens
+    monkeypatch.setattr(CpuAttention, "lets_steps_queue", True)
+    assert ModelRunner(load(make_model(), None, config), config).takes_pending_tokens

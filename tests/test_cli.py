@@ -196,6 +196,7 @@ ENGINE_VALUES: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
     "attention_backend": "torch",
     "enforce_eager": True,
+    "async_scheduling": False,
     "block_size": 8,
     "swap_space": 0.0,
     "tensor_parallel_size": 2,

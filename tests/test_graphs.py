@@ -18,16 +18,20 @@ from torch import Tensor
 
 import paged_kernels
 from helpers_capture import StepTrace, broken_rules
+from helpers_lora import TARGETS, save_adapter
 from helpers_models import make_model, save_model
-from paged_backend import LLM, SamplingParams
+from paged_backend import LLM, EngineConfig, LoRARequest, SamplingParams
 from paged_backend.model import decoder as decoder_module
-from paged_backend.model import runner as runner_module
+from paged_backend.model import lora as lora_module
+from paged_backend.model import packed_run as packed_run_module
 from paged_backend.model.attention import AttentionMetadata, BatchShape, LayerSpec, PagedLayers
 from paged_backend.model.attention_backends import TorchAttention, TritonAttention
 from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.graphs import DecodeGraphs, DecodeInputs, graph_sizes
 from paged_backend.model.inputs import StepInputs
 from paged_backend.model.kv_cache import allocate
+from paged_backend.model.lora import AdapterSlots, AdapterStore, adapted
+from paged_kernels import add_low_rank
 
 VOCAB, BLOCK, MAX_BLOCKS = 50, 4, 9
 FRESH = [torch.ones(VOCAB) for _ in range(3)]
@@ -76,7 +80,7 @@ def make_graphs(
     compute: Callable[[DecodeInputs], Tensor], fake: FakeGraphs | None = None, *, max_num_seqs: int = 8
 ) -> DecodeGraphs:
     return DecodeGraphs(
-        compute,
+        lambda inputs, variant: compute(inputs),
         (fake or FakeGraphs()).capture,
         max_num_seqs=max_num_seqs,
         max_num_blocks=MAX_BLOCKS,
@@ -210,6 +214,12 @@ def kernels_as_operations(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("add_rms_norm", "rotary", "silu_and_mul"):
         monkeypatch.setattr(decoder_module, name, seen(getattr(paged_kernels, name), name))
+    low_rank = seen(lambda out, x, table, tiles, room, adapters, rows: add_low_rank(out, x, adapters, rows), "low_rank")
+
+    def add(out: Tensor, x: Tensor, adapters: Any, rows: Any) -> None:
+        low_rank(out, x, adapters.table, rows.tiles(16, x.device), str(adapters.extent), adapters, rows)
+
+    monkeypatch.setattr(lora_module, "add_low_rank", add)
     for name in ("store_kv", "paged_attention"):
         monkeypatch.setattr(paged_kernels.reference, name, seen(getattr(paged_kernels.reference, name), name))
 
@@ -268,7 +278,7 @@ def test_a_step_that_cannot_is_found_out(breaks: Callable[[DecodeInputs, Tensor]
 @contextlib.contextmanager
 def graphs_on_cpu(fake: FakeGraphs) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner_module, "cuda_capture", lambda device: fake.capture)
+        patch.setattr(packed_run_module, "cuda_capture", lambda device: fake.capture)
         patch.setattr(TorchAttention, "is_capturable", True)
         patch.setattr(TorchAttention, "puts_decodes_first", True)
         yield
@@ -294,6 +304,98 @@ def test_the_engine_writes_the_same_with_graphs(folder: Path) -> None:
         with graphs_on_cpu(fake):
             assert generated(folder, **options) == expected
         assert sum(fake.num_replays) > 10
+
+
+def test_asynchronous_steps_are_replayed_with_tokens_that_the_device_alone_knows(folder: Path) -> None:
+    fake = FakeGraphs()
+    with graphs_on_cpu(fake):
+        assert generated(folder, async_scheduling=True) == generated(folder)
+    assert sum(fake.num_replays) > 10
+
+
+# --- adapters ---
+
+
+def adapted_outputs(folder: Path, adapters: list[LoRARequest | None], rounds: int = 2, **options: Any) -> list[Any]:
+    """What prompts get from these adapters, several times over."""
+    settings = {"kv_cache_memory": "4MiB", "block_size": 4, "attention_backend": "torch", "enable_lora": True}
+    with LLM(folder, max_loras=2, **settings | options) as llm:
+        params = PARAMS.replace(logprobs=None, max_tokens=6)
+        prompts = [PROMPTS[number % 4] for number in range(len(adapters))]
+        outputs = [llm.generate(prompts, params, lora_request=adapters, use_tqdm=False) for _ in range(rounds)]
+    return [[output.outputs[0].token_ids for output in of_round] for of_round in outputs]
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
+    """Of different modules and ranks."""
+    parent, model = tmp_path_factory.mktemp("adapters"), make_model()
+    kinds: list[tuple[tuple[str, ...], int]] = [
+        (("q_proj", "v_proj"), 2),
+        (("q_proj", "v_proj"), 4),
+        (TARGETS, 8),
+        (("down_proj", "lm_head"), 3),
+    ]
+    folders = [
+        save_adapter(parent / str(number), model, targets=targets, rank=rank, seed=number, size=0.4)
+        for number, (targets, rank) in enumerate(kinds)
+    ]
+    return [LoRARequest(folder.name, str(folder)) for folder in folders]
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_steps_with_adapters_are_replayed(folder: Path, adapters: list[LoRARequest], *, is_asynchronous: bool) -> None:
+    """Also once others have taken their slots, and whatever was captured for those before."""
+    wanted: list[LoRARequest | None] = [
+        adapters[0],
+        None,
+        adapters[1],
+        adapters[0],
+        adapters[2],
+        adapters[1],
+        adapters[3],
+    ]
+    fake = FakeGraphs()
+    with graphs_on_cpu(fake):
+        outputs = adapted_outputs(folder, wanted, async_scheduling=is_asynchronous)
+    assert outputs == adapted_outputs(folder, wanted)
+    assert len({tuple(tokens) for tokens in outputs[0]}) == len(wanted)
+    assert sum(fake.num_replays) > 5
+
+
+class SlottedModel(Model):
+    """A decoder with the adapters of slots."""
+
+    def __init__(self, adapters: list[LoRARequest]) -> None:
+        super().__init__()
+        model = make_model(vocab_size=VOCAB, pad_token_id=None, eos_token_id=None)
+        store = AdapterStore(model, EngineConfig(enable_lora=True))
+        self.adapters = [store.get(adapter) for adapter in adapters]
+        self.slots = AdapterSlots(2, torch.float32, torch.device("cpu"))
+        self.decoder = adapted(FusedDecoder(model), model, self.slots)
+
+
+@pytest.mark.usefixtures("kernels_as_operations")
+@torch.no_grad()
+def test_a_step_with_adapters_can_be_captured_and_replayed_for_others(adapters: list[LoRARequest]) -> None:
+    model, recording = SlottedModel(adapters[:3]), Recording()
+    graphs = make_graphs(model.compute, recording)
+    first, second, large = model.adapters
+    inputs = [make_inputs(5, 13, 1, seed=1), make_inputs(16, 2, 9, seed=2)]
+    of_rows: list[list[Any]] = [[first, None, second], [None, second, first]]
+
+    def fill(which: int) -> None:
+        model.slots.begin(of_rows[which], graphs.num_rows(3))
+        graphs(inputs[which], variant=model.slots.layout)
+
+    for _ in range(2):
+        fill(0)
+    assert broken_rules(recording.launch, fill) == []
+    layout = model.slots.layout
+    model.slots.begin([first, first, second], graphs.num_rows(3))
+    assert model.slots.layout == layout
+    model.slots.begin([large, None, None], graphs.num_rows(3))
+    assert model.slots.layout > layout
 
 
 def test_enforce_eager_captures_nothing(folder: Path) -> None:

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paged_kernels.transfers import to_device
+
 _MANY_ROWS = 16
 """Of one adapter: on a CPU, two products by torch are faster than going row by row."""
 
@@ -58,7 +60,7 @@ class LowRankAdapters:
 
     @functools.cached_property
     def pointers(self) -> Pointers:
-        shape = (5, len(self.pieces), max(map(len, self.pieces)))
+        shape = (5, len(self.pieces), self._most_pieces)
         table = np.zeros(shape, np.int64)
         for row, of_adapter in enumerate(self.pieces):
             for column, (first, shrink, expand) in enumerate(of_adapter):
@@ -71,7 +73,7 @@ class LowRankAdapters:
     @functools.cached_property
     def table(self) -> Tensor:
         """The pointers as the GPUs' kernel reads them, where the weights are: [5, adapters, most pieces]."""
-        return torch.from_numpy(np.stack(self.pointers)).to(self._some_weight.device, non_blocking=True)
+        return to_device(np.stack(self.pointers), self._some_weight.device)
 
     @functools.cached_property
     def extent(self) -> Extent:
@@ -79,10 +81,15 @@ class LowRankAdapters:
         is_aligned = not ((pointers.firsts | pointers.widths) % 16).any()
         return Extent(pointers.ranks.shape[1], int(pointers.ranks.max()), int(pointers.widths.max()), is_aligned)
 
-    @property
+    @functools.cached_property
     def dtype(self) -> torch.dtype:
         """Of all weights."""
         return self._some_weight.dtype
+
+    @property
+    def _most_pieces(self) -> int:
+        """Of one adapter."""
+        return max(map(len, self.pieces))
 
     @functools.cached_property
     def _some_weight(self) -> Tensor:
@@ -94,11 +101,35 @@ class LowRankAdapters:
         return max(sum(one.shrink.numel() + one.expand.numel() for one in pieces) for pieces in self.pieces)
 
 
+class ExchangeableAdapters(LowRankAdapters):
+    """Adapters that others may take the place of, in the same memory: what was launched may then be launched again."""
+
+    def __init__(self, num_adapters: int, room: Extent, dtype: torch.dtype, device: torch.device) -> None:
+        """None of them has a piece yet; those to come have `room`."""
+        super().__init__([()] * num_adapters)
+        self.is_empty = False
+        self.extent, self.dtype = room, dtype
+        self.table = torch.zeros(5, num_adapters, room.num_pieces, dtype=torch.int64, device=device)
+
+    def exchange(self, pieces: Sequence[Sequence[Piece]]) -> None:
+        """From now on the adapters have these pieces."""
+        self.pieces = pieces
+        for name in ("pointers", "cost"):
+            self.__dict__.pop(name, None)
+        self.table.copy_(to_device(np.stack(self.pointers), self.table.device))
+
+    @property
+    def _most_pieces(self) -> int:
+        return self.extent.num_pieces
+
+
 class RowIndex:
     """Which adapter each row has, by its place among the adapters; -1 for none."""
 
-    def __init__(self, index: NDArray[np.int32], num_adapters: int) -> None:
-        """index [M]"""
+    def __init__(
+        self, index: NDArray[np.int32], num_adapters: int, memory: dict[tuple[torch.device, int], Tensor] | None = None
+    ) -> None:
+        """index [M]. The tiles are put into `memory`, if it is given, which gets what is missing there."""
         self.index = index
         self._num_adapters = num_adapters
         counts = np.bincount(index + 1, minlength=num_adapters + 1)[1:]
@@ -110,7 +141,9 @@ class RowIndex:
         """The rows of all others."""
         self.adapters_of_few = index[self.few].astype(np.int64)
 
-        self._tiles: dict[tuple[torch.device, int], Tensor] = {}
+        self._tiles = {} if memory is None else memory
+        for (device, num_rows), tiles in self._tiles.items():
+            tiles.copy_(to_device(self._make_tiles(num_rows), device))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -119,8 +152,7 @@ class RowIndex:
         """Up to so many rows of one adapter in each tile: [tiles, 1 + num_rows] int32, the adapter and the rows; -1
         for none. How many tiles there are depends on the numbers of rows and adapters only."""
         if (device, num_rows) not in self._tiles:
-            tiles = torch.from_numpy(self._make_tiles(num_rows))
-            self._tiles[device, num_rows] = tiles.to(device, non_blocking=True)
+            self._tiles[device, num_rows] = to_device(self._make_tiles(num_rows), device)
         return self._tiles[device, num_rows]
 
     def _make_tiles(self, num_rows: int) -> NDArray[np.int32]:

@@ -95,7 +95,6 @@ def num_cores() -> int:
 def _compile(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     """What the second process does."""
     from paged_kernels import cpu, sampling
-    from paged_kernels.compiled import array_of
 
     caches = torch.empty(0, 0, 0, 0, dtype=cache_dtype)
     cpu.item_kernels(torch.empty(0, 0, 0, dtype=dtype), caches)

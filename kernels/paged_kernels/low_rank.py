@@ -32,7 +32,7 @@ def add_low_rank(out: Tensor, x: Tensor, adapters: LowRankAdapters, rows: RowInd
         return
     assert x.stride(1) == out.stride(1) == 1
     pointers = adapters.pointers
-    weight_like = TYPES[next(pieces[0] for pieces in adapters.pieces if pieces).shrink.dtype]
+    weight_like = TYPES[adapters.dtype]
     args = (TYPES[x.dtype], weight_like, x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0), x.shape[1])
     if len(rows.few) == 1 or len(rows.few) * adapters.cost < _SERIAL_COST or set_num_threads() == 1:
         _add_rows(*args, *pointers, rows.few, rows.adapters_of_few)

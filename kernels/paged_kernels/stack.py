@@ -209,7 +209,7 @@ class LayerStack:
             tuple(map(_operation, self._layers[0].matrices)),
         )
         address_of(run_layers, kernels, *of_all_steps, *step)
-        keys, values, *_ = self._attention[0].tensors  # last, since another process may be compiling for it
+        keys = self._attention[0].keys  # last, since another process may be compiling for it
         kernels = kernels._replace(attend_items=cpu.item_kernels(x, keys))
         return functools.partial(run_layers, kernels, *of_all_steps)
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paged_kernels import reference, triton_draw
+from paged_kernels.triton_device import current_device
 from paged_kernels.triton_rows import (
     LOG2_E,
     LOWEST_KEY,
@@ -52,7 +53,9 @@ def draw(logits: Tensor, temperatures: Tensor, min_p: Tensor, top_k: Tensor, top
     options = {**_row_options(vocab_size), "FIRST": triton_draw.HEADER}
     if num_rows:
         rows = (logits, _row_stride(logits), vocab_size, temperatures)
-        triton_draw.begin_draws[(num_rows,)](*rows, min_p, top_k, top_p, shares, tokens, notes, **options)
+        triton_draw.begin_draws[(num_rows,)](
+            *(*rows, min_p, top_k, top_p, shares, tokens, notes), **options | {"num_warps": _num_warps_to_begin()}
+        )
         triton_draw.finish_draws[(num_rows,)](*rows, top_k, top_p, shares, tokens, notes, **options)
     return tokens
 
@@ -96,6 +99,11 @@ def penalise(logits: Tensor, rows: Tensor, ids: Tensor, repetition: Tensor, subt
 def _row_stride(logits: Tensor) -> int:
     assert logits.stride(1) == 1
     return logits.stride(0)
+
+
+def _num_warps_to_begin() -> int:
+    """On NVIDIA, whose warps are half as wide as AMD's, a program of more threads needs fewer registers in each."""
+    return 2 * _NUM_WARPS if current_device().architecture.startswith("sm_") else _NUM_WARPS
 
 
 def _row_options(vocab_size: int) -> dict[str, Any]:

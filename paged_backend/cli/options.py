@@ -73,6 +73,11 @@ ENGINE_OPTIONS: Mapping[str, _Option] = {
         dict, 'Guess coming tokens and check them at once, as \'{"method": "ngram"}\'.', parser=_mapping
     ),
     "enforce_eager": _Option(bool, "Capture no CUDA graphs.", ("--enforce-eager/--no-enforce-eager",)),
+    "async_scheduling": _Option(
+        bool,
+        "Schedule a step while the one before runs; the default is to do so on CUDA devices.",
+        ("--async-scheduling/--no-async-scheduling",),
+    ),
     "enable_lora": _Option(bool, "Take requests for LoRA adapters.", ("--enable-lora/--no-enable-lora",)),
     "max_loras": _Option(int, "Most different LoRA adapters in one step."),
     "max_lora_rank": _Option(int, "Largest rank of a LoRA adapter."),

@@ -1,4 +1,4 @@
-"""One step of the engine: schedule, run the model, sample, update, write text."""
+"""One step of the engine: schedule, run the model, sample, update, write text; or launch one while another runs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,29 @@ class Runner(Protocol):
         ...
 
 
+class Draws(Protocol):
+    """Tokens that a device is drawing."""
+
+    @property
+    def tokens(self) -> Any:
+        """What a runner finds them in, by their rows, as long as nobody else knows them."""
+        ...
+
+    def result(self) -> Iterable[SampledToken | Exception]:
+        """The same as from `sample`; waits for the device."""
+        ...
+
+
 class Sampler(Protocol):
     """Chooses tokens."""
 
     def sample(self, logits: Any, sequences: list[Sequence]) -> Iterable[SampledToken | Exception]:
         """The next token of each sequence, or what ends its request; logits has one row for each."""
+        ...
+
+    def start(self, logits: Any, sequences: list[Sequence]) -> Draws | None:
+        """The same without waiting; None, and nothing done, if a sequence's next draw depends on this one's token, in
+        other ways than through the model. Called only where steps are scheduled asynchronously."""
         ...
 
     def candidates(self, logits: Any, sequences: list[Sequence], nums: list[int]) -> list[list[Candidate]]:
@@ -49,6 +67,23 @@ class Sampler(Protocol):
     def prompt_logprobs(self, logits: Any, token_ids: list[int], num_logprobs: int) -> list[RawLogprobs]:
         """The log-probabilities of `token_ids`; row i of the logits predicts id i."""
         ...
+
+
+class _Step(NamedTuple):
+    """A step that was launched: what it computes, and who gets a token from its logits."""
+
+    scheduled: SchedulerOutput
+    logits: Any
+    sampled: list[SampledSequence]
+    beams: list[SampledSequence]
+    draws: Draws | None
+    """None: tokens are drawn when the step is completed."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether another step may be scheduled before this one is completed."""
+        scheduled = self.scheduled
+        return self.draws is not None and not (self.beams or scheduled.pools or scheduled.is_held_up)
 
 
 class EngineOutput(NamedTuple):
@@ -65,6 +100,11 @@ class Engine:
     ends the requests in that step; an error with one request's text, or in its own logits processors, ends that
     request. Either way their blocks are free again and the engine goes on. A runner that cannot go on raises
     EngineDeadError, which is passed on.
+
+    With asynchronous scheduling a step is launched before the tokens of the one before are known: it finds them on the
+    device. What else is made of a token happens meanwhile, one step late: text, the end of its sequence, its block in
+    the prefix cache. A sequence that has ended by then was computed once too often, and that token is dropped. Where
+    tokens have to be known first, as for grammars, the step is completed before the next one is scheduled.
     """
 
     def __init__(
@@ -74,9 +114,16 @@ class Engine:
         scheduler: Scheduler,
         output_processor: OutputProcessor,
         *,
+        is_asynchronous: bool = False,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         """`close` is called when nothing will be run any more."""
+        self._is_asynchronous = is_asynchronous
+        self._in_flight: _Step | None = None
+        self._newest: SchedulerOutput | None = None
+        """The step that was scheduled last."""
+        self._since = 0.0
+        """Until when the time of steps is counted."""
         self._runner = runner
         self._sampler = sampler
         self._scheduler = scheduler
@@ -89,7 +136,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._scheduler.has_work or self._in_flight is not None
 
     def add_request(self, request: Request) -> None:
         self._requests[request.request_id] = request
@@ -110,37 +157,34 @@ class Engine:
         return self._emit(alive)
 
     def step(self) -> list[EngineOutput]:
-        """Advance every scheduled sequence and return the news."""
+        """Advance every scheduled sequence and return the news, those of the step in flight if there is one."""
         outputs = self._expire()
-        if not self._scheduler.has_work:
+        if not self.has_work:
             return outputs
-        start = time.monotonic()
-        scheduled = self._scheduler.schedule()
-        assert scheduled.scheduled, "sequences wait, but none of them could be scheduled"
+        self._since = time.monotonic()
+        before, self._in_flight = self._in_flight, None
+        scheduled = self._newest = self._scheduler.schedule()
+        assert scheduled.scheduled or before is not None, "sequences wait, but none of them could be scheduled"
+        step: _Step | None = None
+        failure: Exception | None = None
         try:
-            logits = self._runner.execute(scheduled)
-            self._collect_prompt_logprobs(scheduled, logits)
-            advanced = self._scheduler.advance(scheduled)
-            sampled, beams = list[SampledSequence](), list[SampledSequence]()
-            for item in advanced:
-                (sampled if item.sequence.request.beam_search is None else beams).append(item)
-            self._name_candidates(logits, beams)
-            num_sampled, position = len(beams), 0
-            while sampled:
-                tokens = self._sample(logits, sampled)
-                num_sampled += len(tokens)
-                outputs += self._update(sampled, tokens)
-                sampled, position = self._scheduler.accept(sampled, position), position + 1
+            if scheduled.scheduled:
+                step = self._launch(scheduled, before)
+                outputs += self._emit_scored(scheduled)
         except EngineDeadError:
             raise
         except OutOfDeviceMemoryError as error:  # which only the runner raises, before anything has advanced
-            return outputs + self._without_memory(scheduled, error)
+            outputs += self._without_memory(scheduled, error)
         except Exception as error:
-            logger.exception("a step of %d sequences failed", len(scheduled.scheduled))
-            return outputs + self._fail_step(scheduled, error)
-        outputs += self._move_beams(beams)
-        outputs += self._emit_scored(scheduled)
-        self._metrics.step(scheduled, num_sampled, time.monotonic() - start, self._scheduler)
+            failure = error
+        if before is not None:  # which may have ended requests of the step that failed
+            self._complete(before, outputs)
+        if failure is not None:
+            outputs += self._fail_step(scheduled, failure)
+        elif step is not None and step.may_wait:
+            self._in_flight = step
+        elif step is not None:
+            self._complete(step, outputs)
         return outputs
 
     def fail_all(self, error: Exception) -> list[EngineOutput]:
@@ -157,6 +201,54 @@ class Engine:
     def kv_map(self, max_cells: int) -> KVMap:
         return kv_map(self._scheduler, self.stats(), max_cells)
 
+    def _launch(self, scheduled: SchedulerOutput, before: _Step | None) -> _Step:
+        if before is not None and before.draws is not None:
+            scheduled.pending_tokens = before.draws.tokens
+        logits = self._runner.execute(scheduled)
+        self._collect_prompt_logprobs(scheduled, logits)
+        sampled, beams = list[SampledSequence](), list[SampledSequence]()
+        for item in self._scheduler.advance(scheduled):
+            (sampled if item.sequence.request.beam_search is None else beams).append(item)
+        draws = self._start(logits, sampled) if self._is_asynchronous and sampled else None
+        return _Step(scheduled, logits if draws is None or beams else None, sampled, beams, draws)
+
+    def _start(self, logits: Any, sampled: list[SampledSequence]) -> Draws | None:
+        rows = self._runner.rows(logits, [row for _, row in sampled])
+        draws = self._sampler.start(rows, [sequence for sequence, _ in sampled])
+        if draws is not None:
+            for row, (sequence, _) in enumerate(sampled):
+                sequence.num_pending_tokens += 1
+                sequence.pending_id = -1 - row
+        return draws
+
+    def _complete(self, step: _Step, outputs: list[EngineOutput]) -> None:
+        """Make of a step's tokens what becomes of them, and add the news."""
+        scheduled, logits, sampled, beams, draws = step
+        num_sampled, position = len(beams), 0
+        if draws is not None:
+            for sequence, _ in sampled:
+                sequence.num_pending_tokens -= 1
+        try:
+            self._name_candidates(logits, beams)
+            if draws is not None:
+                num_sampled += sum(sequence.status is not Status.FINISHED for sequence, _ in sampled)
+                outputs += self._update(sampled, list(draws.result()))
+                sampled = []
+            while sampled:
+                tokens = self._sample(logits, sampled)
+                num_sampled += len(tokens)
+                outputs += self._update(sampled, tokens)
+                sampled, position = self._scheduler.accept(sampled, position), position + 1
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            outputs += self._fail_step(scheduled, error)
+            return
+        outputs += self._move_beams(beams)
+        now = time.monotonic()
+        self._metrics.step(scheduled, num_sampled, now - self._since, self._scheduler)
+        self._since = now
+
     def _without_memory(self, scheduled: SchedulerOutput, error: OutOfDeviceMemoryError) -> list[EngineOutput]:
         """The step is to be scheduled anew, with fewer tokens, unless it had one only."""
         num_tokens = scheduled.num_tokens
@@ -167,7 +259,7 @@ class Engine:
             f"the device has no memory left even for a step of {num_tokens} token ({error}); lower kv_cache_memory or "
             "gpu_memory_utilization, or free memory that others have taken on it"
         )
-        return self._fail_step(scheduled, reason)
+        return self._fail_requests(scheduled, reason)
 
     def _expire(self) -> list[EngineOutput]:
         now = time.monotonic()
@@ -274,9 +366,15 @@ class Engine:
         return self._fail(request, engine_error("the next token could not be chosen:", error))
 
     def _fail_step(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineOutput]:
-        self._scheduler.kv_cache_manager.unpublish_step()
-        for sequence in scheduled.preempted:  # whose way to host memory may have failed
-            self._scheduler.kv_cache_manager.forget_swapped(sequence)
+        logger.error("a step of %d sequences failed", len(scheduled.scheduled), exc_info=error)
+        return self._fail_requests(scheduled, error)
+
+    def _fail_requests(self, scheduled: SchedulerOutput, error: Exception) -> list[EngineOutput]:
+        """End the requests of a step."""
+        if scheduled is self._newest:  # else it was computed, and its tokens alone have failed
+            self._scheduler.kv_cache_manager.unpublish_step()
+            for sequence in scheduled.preempted:  # whose way to host memory may have failed
+                self._scheduler.kv_cache_manager.forget_swapped(sequence)
         requests = {sequence.request.request_id: sequence.request for sequence, _, _ in scheduled.scheduled}
         failures = ((request, engine_error("the step failed with", error)) for request in requests.values())
         return [output for request, failure in failures for output in self._fail(request, failure)]

@@ -190,10 +190,12 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_dropped_blocks",
+        "num_pending_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "order",
         "output",
+        "pending_id",
         "pooling_state",
         "prefix_id",
         "request",
@@ -228,6 +230,10 @@ class Sequence:
         """What the KV-cache manager knows the published blocks of this sequence by."""
         self.draft_token_ids: list[int] = []
         """Guesses at its next tokens that the step in flight computes along with it."""
+        self.num_pending_tokens = 0
+        """Tokens after `token_ids` that were drawn and have not come back from the device."""
+        self.pending_id = 0
+        """What stands for the last of them in the next step's inputs: -1 - its row among those that were drawn."""
         self.order: tuple[int, int, int] = (request.priority, 0, index)
         """Smaller is served first: priority, arrival, index. Given by the scheduler."""
         self.status = Status.WAITING
@@ -258,6 +264,11 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """0 for a sample that has not forked yet, which has no tokens at all."""
         return max(0, len(self.token_ids) - self.num_prompt_tokens)
+
+    @property
+    def num_drawn_tokens(self) -> int:
+        """Its tokens, with those that are not known yet."""
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def output_token_ids(self) -> list[int]:

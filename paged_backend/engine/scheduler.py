@@ -7,7 +7,7 @@ import dataclasses
 import operator
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paged_backend.engine.kv_cache_manager import BlockCopy, KVCacheManager, Swaps
 from paged_backend.engine.request import FinishReason, Request, Sequence, Status
@@ -35,9 +35,10 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def token_ids(self) -> list[int]:
-        """What is computed."""
-        first = self.sequence.num_computed_tokens
-        return self.sequence.token_ids[first : first + self.num_tokens] + self.sequence.draft_token_ids
+        """What is computed; a token that is not known yet is its sequence's `pending_id`."""
+        sequence, first = self.sequence, self.sequence.num_computed_tokens
+        known = sequence.token_ids[first : first + self.num_tokens]
+        return known + sequence.draft_token_ids if known else [sequence.pending_id]
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,6 +55,10 @@ class SchedulerOutput:
     num_tokens: int = 0
     pools: bool = False
     """Whether one of them wants an embedding; those want no logits."""
+    pending_tokens: Any = None
+    """The sampler's: what the step before has drawn, for sequences with a token that is not known yet."""
+    is_held_up: bool = False
+    """Somebody has to make room. Who that is depends on tokens that are not known yet: the next step waits for them."""
 
 
 class SampledSequence(NamedTuple):
@@ -78,6 +83,9 @@ class Scheduler:
     With a speculator, sequences that compute their newest token may compute guesses at the next ones too, if budget and
     free blocks are left when everybody else has theirs. `advance` gives the row that the next token is drawn from; each
     time that it turns out to be the one guessed, `accept` counts the guess as computed and gives the row after it.
+
+    A sequence may have one token that was drawn and is not known yet: it is computed like any other, unless it is the
+    last one allowed. Its block is published once it is known, and nobody is preempted before it is.
 
     Both lists are sorted by priority, then arrival.
     """
@@ -120,21 +128,22 @@ class Scheduler:
         bisect.insort(self.waiting, request.sequences[0], key=_order)
 
     def schedule(self) -> SchedulerOutput:
+        """What the next step computes; nothing, if that depends on tokens that are not known yet."""
         output = SchedulerOutput(swaps=self.kv_cache_manager.begin_step())
-        num_preempted = self._schedule_running(output)
-        if not num_preempted:
+        has_room = self._schedule_running(output)
+        if has_room:
             self._schedule_waiting(output)
-        while not output.scheduled and self.running:
+        while not output.scheduled and self.running and not self._are_tokens_pending():
             # All who run are parked, and the first one who waits has no room beside them.
             self._preempt(self.running.pop(), output)
             self._schedule_waiting(output)
-        if self._speculator is not None and not num_preempted:
+        if self._speculator is not None and has_room:
             self._schedule_drafts(output, self._speculator)
         return output
 
-    def _schedule_running(self, output: SchedulerOutput) -> int:
-        """Give running sequences their tokens, oldest first; returns how many of the newest had to make room."""
-        num_preempted = index = 0
+    def _schedule_running(self, output: SchedulerOutput) -> bool:
+        """Give running sequences their tokens, oldest first; False if the newest had to make room, or will have to."""
+        index = 0
         most = self.budget.num_tokens
         while index < len(self.running) and output.num_tokens < most:
             if len(output.scheduled) == self.max_num_seqs:  # beams that were parked when others were admitted
@@ -143,28 +152,41 @@ class Scheduler:
             if sequence.is_parked:
                 index += 1
                 continue
-            num_tokens = len(sequence.token_ids) - sequence.num_computed_tokens
+            num_pending = sequence.num_pending_tokens
+            if num_pending and num_left_of(sequence, self.max_len) <= num_pending:
+                index += 1  # it has drawn its last one
+                continue
+            num_tokens = len(sequence.token_ids) + num_pending - sequence.num_computed_tokens
             if num_tokens > 1:
                 num_tokens = min(num_tokens, most - output.num_tokens)
             end = sequence.num_computed_tokens + num_tokens
             if end >= sequence.block_end:
+                if num_pending:  # whose block before this one was not known when it was filled
+                    self.kv_cache_manager.publish(sequence, sequence.num_computed_tokens)
                 copies = self.kv_cache_manager.allocate_slots(sequence, num_tokens)
                 if copies is None:
+                    if self._are_tokens_pending():
+                        output.is_held_up = True
+                        return False
                     # The last one in the list is never one that this step has scheduled already.
                     self._preempt(self.running.pop(), output)
-                    num_preempted += 1
                     continue
                 output.copies += copies
-                self.kv_cache_manager.publish(sequence, end)
+                self.kv_cache_manager.publish(sequence, end - num_pending)
             _add(output, sequence, num_tokens, end)
             index += 1
-        return num_preempted
+        return not output.preempted
+
+    def _are_tokens_pending(self) -> bool:
+        return any(sequence.num_pending_tokens for sequence in self.running)
 
     def _schedule_waiting(self, output: SchedulerOutput) -> None:
         while self.waiting and self._has_place():
             budget = self.budget.num_tokens - output.num_tokens
             sequence = self.waiting[0]
-            if budget == 0 or not self._adapter_fits(sequence) or not self.kv_cache_manager.admit(sequence):
+            if budget == 0 or sequence.num_pending_tokens or not self._adapter_fits(sequence):
+                return
+            if not self.kv_cache_manager.admit(sequence):
                 return
             del self.waiting[0]
             self._admitted(sequence)
@@ -341,6 +363,8 @@ class Scheduler:
         index = bisect.bisect_left(queue, sequence.order, key=_order)
         if index < len(queue) and queue[index] is sequence:  # unforked samples and some parked beams are in neither
             del queue[index]
+        if reason is not FinishReason.ERROR:  # its newest tokens may have filled a block before they were known
+            self.kv_cache_manager.publish(sequence, min(sequence.num_computed_tokens, len(sequence.token_ids)))
         self.kv_cache_manager.free(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -365,5 +389,5 @@ def _num_logits(sequence: Sequence, end: int) -> int:
         return 0
     first = None if request.prompt_logprobs is None else request.first_logits
     if first is None:
-        return int(end == len(sequence.token_ids))
+        return int(end >= len(sequence.token_ids))
     return max(0, end - max(sequence.num_computed_tokens, first))

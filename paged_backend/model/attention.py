@@ -18,6 +18,7 @@ from paged_backend.errors import ModelError
 from paged_backend.model.attention_backends import AttentionBackend
 from paged_backend.model.latents import LatentShape, latent_shape
 from paged_kernels import reference
+from paged_kernels.transfers import to_device
 
 if TYPE_CHECKING:
     from paged_backend.model.kv_cache import LayerCache
@@ -113,11 +114,8 @@ class AttentionMetadata:
 
     @classmethod
     def of(cls, slot_mapping: npt.NDArray[np.int64], host: HostBatch, device: torch.device) -> Self:
-        def on_device(array: npt.NDArray[Any]) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
-
-        tables, starts, lengths = map(on_device, host)
-        return cls(on_device(slot_mapping), tables, starts, lengths, host)
+        tables, starts, lengths = (to_device(array, device) for array in host)
+        return cls(to_device(slot_mapping, device), tables, starts, lengths, host)
 
 
 class AttentionLayers(Protocol):

@@ -20,6 +20,7 @@ from torch import Tensor
 import paged_kernels
 from paged_backend.errors import ConfigError
 from paged_kernels import reference
+from paged_kernels.transfers import to_device
 
 if TYPE_CHECKING:
     from paged_backend.model.attention import AttentionMetadata, LayerSpec
@@ -66,6 +67,8 @@ class AttentionBackend(Protocol):
     """Whether a CUDA graph may replay its calls for other requests of the same `BatchShape`."""
     puts_decodes_first: ClassVar[bool] = False
     """Whether steps are faster with the sequences that compute one token before all others."""
+    lets_steps_queue: ClassVar[bool] = True
+    """Whether a step may be launched before the one before is computed."""
 
     def __init__(self, needs: Needs) -> None:
         pass
@@ -222,9 +225,13 @@ class _FlashStep(_LibraryStep):
 
 class FlashInfer(AttentionBackend):
     """BatchPrefillWithPagedKVCacheWrapper of the package flashinfer-python; it plans once per step for all layers that
-    have the same window, softcap, scale and sizes."""
+    have the same window, softcap, scale and sizes.
+
+    A plan goes to the device from host memory of the wrapper, which the next step's plan overwrites.
+    """
 
     name: ClassVar[str] = "flashinfer"
+    lets_steps_queue: ClassVar[bool] = False
 
     def __init__(self, needs: Needs) -> None:
         module: Any = importlib.import_module("flashinfer")
@@ -259,7 +266,7 @@ class _FlashInferStep(_LibraryStep):
         is_held = np.arange(host.block_tables.shape[1]) < nums_blocks[:, None]
         starts = np.concatenate([[0], nums_blocks.cumsum()]).astype(np.int32)
         last_lengths = host.seq_lens - (nums_blocks - 1) * size
-        indices = torch.from_numpy(host.block_tables[is_held]).to(metadata.seq_lens.device, non_blocking=True)
+        indices = to_device(host.block_tables[is_held], metadata.seq_lens.device)
         on_host = (torch.from_numpy(array) for array in (host.query_start_loc, starts))
         self._batch = (*on_host, indices, torch.from_numpy(last_lengths.astype(np.int32)))
         self._planned: dict[tuple[Any, ...], Any] = {}

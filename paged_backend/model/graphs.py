@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paged_backend.model.inputs import StepInputs
+from paged_backend.model.inputs import StepInputs, known
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,15 @@ class DecodeInputs(NamedTuple):
     """[B] int64: 0 to B - 1"""
 
 
+class _Size(NamedTuple):
+    """What a graph is captured for."""
+
+    num_rows: int
+    num_blocks: int
+    """Of each sequence."""
+    variant: int
+
+
 class DecodeGraphs:
     """Computes steps of one token per sequence, padded to one of few numbers of sequences and of blocks per sequence.
 
@@ -47,7 +56,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        compute: Callable[[DecodeInputs], Tensor],
+        compute: Callable[[DecodeInputs, int], Tensor],
         capture: Capture,
         *,
         max_num_seqs: int,
@@ -56,7 +65,8 @@ class DecodeGraphs:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`compute` gives the logits [B, V], in `dtype`; `max_num_blocks` is the most that a sequence may have."""
+        """`compute` gives the logits [B, V] of a variant, in `dtype`; `max_num_blocks` is the most that a sequence may
+        have."""
         self._compute, self._capture = compute, capture
         self._sizes = graph_sizes(min(max_num_seqs, _MOST_SEQUENCES))
         self._max_num_blocks = max_num_blocks
@@ -69,8 +79,10 @@ class DecodeGraphs:
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._logits = torch.empty(most, vocab_size, dtype=dtype, device=device)
         self._is_copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-        self._seen: set[tuple[int, int]] = set()
-        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self._seen: set[_Size] = set()
+        self._replays: dict[_Size, Callable[[], None]] = {}
+        self._variant = 0
+        """The last one that was not 0."""
         self._can_capture = True
 
     def can_compute(self, inputs: StepInputs) -> bool:
@@ -78,13 +90,22 @@ class DecodeGraphs:
         num_seqs = len(inputs.seq_lens)
         return len(inputs.input_ids) == len(inputs.keep) == num_seqs <= self._sizes[-1]
 
-    def __call__(self, inputs: StepInputs) -> Tensor:
-        """Logits [S, V], which stay what they are until the next call."""
+    def num_rows(self, num_seqs: int) -> int:
+        """What so many sequences are padded to."""
+        return self._sizes[bisect.bisect_left(self._sizes, num_seqs)]
+
+    def __call__(self, inputs: StepInputs, drawn: Tensor | None = None, *, variant: int = 0) -> Tensor:
+        """Logits [S, V], which stay what they are until what the next call launches; `drawn` as for `known`.
+
+        Of variants other than 0, only the last one is kept."""
         num_seqs, width = inputs.block_tables.shape
-        num_rows = self._sizes[bisect.bisect_left(self._sizes, num_seqs)]
+        num_rows = self.num_rows(num_seqs)
         num_blocks = min(1 << (width - 1).bit_length(), self._max_num_blocks)
         self._fill(inputs, num_rows, num_blocks)
-        self._run(num_rows, num_blocks)
+        if drawn is not None:
+            input_ids = self._on_device[0][:num_seqs]
+            input_ids.copy_(known(input_ids, drawn))
+        self._run(_Size(num_rows, num_blocks, variant))
         return self._logits[:num_seqs]
 
     def compute_largest(self) -> None:
@@ -93,12 +114,12 @@ class DecodeGraphs:
             tensor.zero_()
         num_rows = self._sizes[-1]
         self._on_device[0][2 * num_rows : 3 * num_rows] = -1
-        self._compute_into_logits(self._views(num_rows, self._max_num_blocks))
+        self._compute_into_logits(_Size(num_rows, self._max_num_blocks, 0))
 
     def _fill(self, inputs: StepInputs, num_rows: int, num_blocks: int) -> None:
         num_seqs, width = inputs.block_tables.shape
         if self._is_copied is not None:
-            self._is_copied.synchronize()  # the copy of the step before, which has long been made
+            self._is_copied.synchronize()  # the copy of the step before, which that step began with
         wide, narrow = (tensor.numpy() for tensor in self._on_host)
         wide, narrow = wide[: 3 * num_rows], narrow[: num_rows * (1 + num_blocks)]
         wide[: 2 * num_rows], wide[2 * num_rows :] = 0, -1
@@ -112,8 +133,9 @@ class DecodeGraphs:
         if self._is_copied is not None:
             self._is_copied.record()
 
-    def _run(self, num_rows: int, num_blocks: int) -> None:
-        size = (num_rows, num_blocks)
+    def _run(self, size: _Size) -> None:
+        if size.variant and size.variant != self._variant:
+            self._begin_variant(size.variant)
         replay = self._replays.get(size)
         if replay is None and size in self._seen and self._can_capture:
             replay = self._captured(size)
@@ -121,21 +143,29 @@ class DecodeGraphs:
             replay()
             return
         self._seen.add(size)
-        self._compute_into_logits(self._views(*size))
+        self._compute_into_logits(size)
 
-    def _captured(self, size: tuple[int, int]) -> Callable[[], None] | None:
-        views = self._views(*size)
+    def _begin_variant(self, variant: int) -> None:
+        """Let go of what was captured for the last one."""
+        if self._is_copied is not None:
+            torch.cuda.synchronize(self._logits.device)  # it may be running
+        self._variant = variant
+        self._seen = {size for size in self._seen if not size.variant}
+        self._replays = {size: replay for size, replay in self._replays.items() if not size.variant}
+
+    def _captured(self, size: _Size) -> Callable[[], None] | None:
         try:
-            replay = self._replays[size] = self._capture(lambda: self._compute_into_logits(views))
+            replay = self._replays[size] = self._capture(lambda: self._compute_into_logits(size))
         except RuntimeError as error:
             self._can_capture = False
             logger.warning("no CUDA graphs, since one could not be captured: %s", error)
             return None
-        logger.debug("captured a step of %d sequences with %d blocks each", *size)
+        logger.debug("captured a step of %d sequences with %d blocks each, variant %d", *size)
         return replay
 
-    def _compute_into_logits(self, inputs: DecodeInputs) -> None:
-        self._logits[: len(inputs.rows)].copy_(self._compute(inputs))
+    def _compute_into_logits(self, size: _Size) -> None:
+        logits = self._compute(self._views(size.num_rows, size.num_blocks), size.variant)
+        self._logits[: size.num_rows].copy_(logits)
 
     def _views(self, num_rows: int, num_blocks: int) -> DecodeInputs:
         wide, narrow = self._on_device

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from paged_backend.engine.scheduler import ScheduledSequence
 
@@ -17,7 +19,7 @@ class StepInputs(NamedTuple):
     """T tokens of S sequences, packed one sequence after the other; R of them have logits that are wanted."""
 
     input_ids: Ints64
-    """[T]"""
+    """[T]; -1 - row for a token that the device alone knows yet, in this row of what it has drawn: see `known`"""
     positions: Ints64
     """[T]"""
     keep: Ints64
@@ -42,7 +44,7 @@ def step_inputs(scheduled: list[ScheduledSequence], block_size: int) -> StepInpu
         lengths.append(num_tokens)
         nums_logits.append(num_logits)
         if num_tokens == 1:
-            token_ids.append(sequence.token_ids[first])
+            token_ids.append(sequence.pending_id if sequence.num_pending_tokens else sequence.token_ids[first])
         else:
             token_ids += item.token_ids
     starts_, lengths_ = np.array(starts, np.int64), np.array(lengths, np.int64)
@@ -65,6 +67,14 @@ def step_inputs(scheduled: list[ScheduledSequence], block_size: int) -> StepInpu
         query_start_loc=query_start_loc,
         seq_lens=(starts_ + lengths_).astype(np.int32),
     )
+
+
+def known(input_ids: Tensor, drawn: Tensor | None) -> Tensor:
+    """The ids [T] on the device, those that stand for rows of what was drawn there replaced by what these hold."""
+    if drawn is None:
+        return input_ids
+    drawn = drawn.to(input_ids.device)
+    return torch.where(input_ids < 0, drawn[(-1 - input_ids).clamp_(min=0)], input_ids)
 
 
 def decodes_first(scheduled: list[ScheduledSequence]) -> tuple[list[ScheduledSequence], Ints64] | None:

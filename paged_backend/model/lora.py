@@ -25,7 +25,7 @@ from paged_backend.model import peft_checkpoint
 from paged_backend.model.adaptable import linear_layers
 from paged_backend.model.decoder import Apply, FusedDecoder
 from paged_kernels import add_low_rank
-from paged_kernels.adapters import LowRankAdapters, Piece, RowIndex
+from paged_kernels.adapters import ExchangeableAdapters, Extent, LowRankAdapters, Piece, RowIndex
 
 TOKENS, KEPT, LOGITS = range(3)
 """What rows a layer sees: those of all tokens of the step, of the tokens that are kept, or of those with logits."""
@@ -42,6 +42,7 @@ class LoadedAdapter:
         self.adapter_id = adapter_id
         self.name = name
         self.modules = tuple(low_ranks)
+        self.rank = max((low_rank.rank for low_rank in low_ranks.values()), default=0)
         self._low_ranks = low_ranks
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -214,7 +215,74 @@ class StepAdapters:
         return add
 
 
-def adapted(decoder: FusedDecoder, model: nn.Module, step: StepAdapters) -> FusedDecoder:
+class AdapterSlots:
+    """Adapters of captured steps: each in a slot, in tables whose memory stays where it is.
+
+    What is launched follows from the `layout`, a number for which modules some adapter has changed so far and the
+    largest rank of one: it rises when an adapter needs more of that.
+    """
+
+    def __init__(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._slots: list[LoadedAdapter | None] = [None] * num_slots
+        self._modules: set[str] = set()
+        self._rank = 0
+        self.layout = 0
+        self._rows: RowIndex | None = None
+        self._tiles: dict[int, dict[tuple[torch.device, int], Tensor]] = {}
+        """By the number of rows."""
+        self._layers: dict[tuple[str, ...], tuple[Sequence[int], ExchangeableAdapters]] = {}
+        """By the modules of a layer: where their outputs begin, and what the slots' adapters have for it."""
+
+    def begin(self, adapters: Sequence[LoadedAdapter | None], num_rows: int) -> None:
+        """A step of so many rows: the first ones have these adapters, as many as there are slots at most."""
+        self._place(dict.fromkeys(one for one in adapters if one is not None))
+        numbers = {adapter: number for number, adapter in enumerate(self._slots) if adapter is not None}
+        index = np.full(num_rows, -1, np.int32)
+        index[: len(adapters)] = [-1 if one is None else numbers[one] for one in adapters]
+        self._rows = RowIndex(index, len(self._slots), self._tiles.setdefault(num_rows, {}))
+
+    def add(self, modules: Sequence[str], firsts: Sequence[int], rows: int, out: Tensor, x: Tensor) -> None:
+        """As StepAdapters; all rows are kept, and have logits."""
+        names = tuple(modules)
+        changed = [number for number, module in enumerate(names) if module in self._modules]
+        if not changed:
+            return
+        if names not in self._layers:
+            ends = [*firsts[1:], out.shape[1]]
+            widths = [ends[number] - firsts[number] for number in changed]
+            is_aligned = not any(number % 16 for number in (*widths, *(firsts[number] for number in changed)))
+            room = Extent(len(changed), self._rank, max(widths), is_aligned)
+            layer = ExchangeableAdapters(len(self._slots), room, self._dtype, self._device)
+            self._layers[names] = (firsts, layer)
+            layer.exchange(self._pieces_of(names, firsts))
+        assert self._rows is not None
+        add_low_rank(out, x, self._layers[names][1], self._rows)
+
+    def _place(self, wanted: dict[LoadedAdapter, None]) -> None:
+        """Give each of these a slot."""
+        missing = [adapter for adapter in wanted if adapter not in self._slots]
+        if not missing:
+            return
+        replaceable = [number for number, adapter in enumerate(self._slots) if adapter not in wanted]
+        replaceable.sort(key=lambda number: self._slots[number] is not None)  # those that nobody has first
+        for adapter, number in zip(missing, replaceable, strict=False):
+            adapter.place(self._dtype, self._device)
+            self._slots[number] = adapter
+        modules = self._modules.union(*(adapter.modules for adapter in missing))
+        rank = max(self._rank, *(adapter.rank for adapter in missing))
+        if modules != self._modules or rank > self._rank:
+            self._modules, self._rank = modules, rank
+            self.layout += 1
+            self._layers.clear()
+        for names, (firsts, layer) in self._layers.items():
+            layer.exchange(self._pieces_of(names, firsts))
+
+    def _pieces_of(self, modules: Sequence[str], firsts: Sequence[int]) -> list[list[Piece]]:
+        return [[] if adapter is None else adapter.pieces_of(modules, firsts) for adapter in self._slots]
+
+
+def adapted(decoder: FusedDecoder, model: nn.Module, step: StepAdapters | AdapterSlots) -> FusedDecoder:
     """A fused decoder like this one, which was made of `model`, whose linear layers add the adapters of the step."""
 
     def replacement(linear: Apply, names: list[str], sees_kept: bool) -> Apply:
@@ -228,7 +296,7 @@ def adapted(decoder: FusedDecoder, model: nn.Module, step: StepAdapters) -> Fuse
 class AdaptedLinear:
     """A linear layer of merged modules, and what the step's adapters add to each of them."""
 
-    def __init__(self, linear: Apply, modules: dict[str, int], rows: int, step: StepAdapters) -> None:
+    def __init__(self, linear: Apply, modules: dict[str, int], rows: int, step: StepAdapters | AdapterSlots) -> None:
         """`modules` has the number of outputs of each module, in the order of the layer's."""
         self._linear, self._rows, self._step = linear, rows, step
         self._modules = tuple(modules)

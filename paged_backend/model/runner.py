@@ -8,12 +8,13 @@ import dataclasses
 import functools
 import gc
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 import paged_kernels
@@ -22,36 +23,26 @@ from paged_backend.engine.scheduler import OutOfDeviceMemoryError, SchedulerOutp
 from paged_backend.errors import ConfigError, ModelError
 from paged_backend.model import kv_cache
 from paged_backend.model.adaptable import LayerWatch
-from paged_backend.model.attention import (
-    PAGED,
-    AttentionLayers,
-    AttentionMetadata,
-    BatchShape,
-    HostBatch,
-    LayerRecorder,
-    LayerSpec,
-    PagedLayers,
-    attention_layers,
-)
+from paged_backend.model.attention import PAGED, LayerSpec
 from paged_backend.model.attention_backends import AttentionBackend, Needs, attention_backend
 from paged_backend.model.decoder import FusedDecoder
-from paged_backend.model.graphs import DecodeGraphs, DecodeInputs, cuda_capture
 from paged_backend.model.huge_pages import use_huge_pages
 from paged_backend.model.inputs import StepInputs, decodes_first, step_inputs
 from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.largest_step import largest_lengths, largest_step, sample_all
-from paged_backend.model.linear import PackedLinear, speed_up_linears, unpack_projections
+from paged_backend.model.linear import PackedLinear, speed_up_linears
 from paged_backend.model.loader import LoadedModel
-from paged_backend.model.lora import AdapterStore, StepAdapters, adapted
+from paged_backend.model.lora import AdapterStore, StepAdapters
 from paged_backend.model.mapped_files import compiler_given_back
 from paged_backend.model.memory import DeviceMeter, is_out_of_memory, meter_of, room_for
 from paged_backend.model.model_call import ModelCall
+from paged_backend.model.packed_run import PackedRun
 from paged_backend.model.packing import pack_linears, unpack_what_was_read
 from paged_backend.model.pooling import PooledStep
 from paged_backend.model.ranks import Ranks
 from paged_backend.model.rope import freeze_frequencies
 from paged_backend.model.self_check import check_logits, probe_token_ids
-from paged_backend.model.shards import ArrivedLayers, arrived, least_of_all, run_whole
+from paged_backend.model.shards import least_of_all, run_whole
 from paged_backend.model.swap import HostBlocks
 from paged_backend.model.threads import thread_count
 from paged_backend.model.tiers.calls import Piece
@@ -59,9 +50,9 @@ from paged_backend.model.tiers.gathered import GatheredTier
 from paged_backend.model.tiers.grouped import GroupedRun, InCall
 from paged_backend.model.tiers.own_cache import OwnCacheTier
 from paged_backend.model.tiers.stateful import StatefulTier
-from paged_backend.model.tiers.step_cache import StepCache
 from paged_backend.model.ways import Tier, Verdict, Way, kinds_of_layers, ways_to_run, window_of
 from paged_kernels.ahead import compile_beside
+from paged_kernels.transfers import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -80,15 +71,6 @@ class RankStep(NamedTuple):
     swap_ins: _Copies
     pooled_rows: list[int]
     """Where in the pack the tokens are whose hidden states rank 0 wants, and nobody else."""
-
-
-class _Discarded(NamedTuple):
-    """The place of a `PooledStep` where nobody asks for its hidden states."""
-
-    rows: list[int]
-
-    def collect(self, hidden: Tensor) -> None:
-        pass
 
 
 class _Trial(NamedTuple):
@@ -124,19 +106,18 @@ class ModelRunner:
         self.device = self._model.device
         self.vocab_size = int(self._model.config.get_text_config().vocab_size)
         self.block_size = config.block_size
-        self._decoder: FusedDecoder | None = None
+        self._packed: PackedRun | None = None
         self._grouped: GroupedRun | None = None
+        """One of these runs."""
         self._kv_cache: list[LayerCache] = []
         self._attention: AttentionBackend | None = None
         """None: the model's own code attends."""
-        self._graphs: DecodeGraphs | None = None
         self._host_blocks: HostBlocks | None = None
         self.adapters: AdapterStore | None = None
         """Where LoRA adapters come from, if there are any."""
         self._layer_watch: LayerWatch | None = None
         self._step_adapters = StepAdapters(self._model.dtype, self.device)
-        self._adapted_decoder: FusedDecoder | None = None
-        """Of steps with adapters, if there is one of steps without."""
+        """Of steps that are cut into calls."""
         with torch.inference_mode():
             freeze_frequencies(self._model, loaded.max_model_len)
             compiles = functools.partial(_compile_beside, self._model, config)
@@ -156,12 +137,22 @@ class ModelRunner:
     def num_swap_blocks(self) -> int:
         return 0 if self._host_blocks is None else self._host_blocks.num_blocks
 
+    @property
+    def takes_pending_tokens(self) -> bool:
+        """Whether a step may be launched with tokens that the device alone knows yet: not one of several calls, which
+        are chosen by their tokens, nor in ranks."""
+        queues = self._attention is not None and self._attention.lets_steps_queue
+        return queues and self._packed is not None and not self._is_sharded
+
     def close(self) -> None:
         """End the other ranks, and let go of the model and of all memory on the device. Closing twice is fine."""
         if self._ranks is not None:
             self._ranks.close()
-        self._model, self._decoder, self._adapted_decoder, self._grouped = None, None, None, None
-        self._kv_cache, self._host_blocks, self._graphs, self._attention = [], None, None, None
+        if self.device.type == "cuda" and self._packed is not None:
+            with contextlib.suppress(RuntimeError):  # of a step that failed there
+                torch.cuda.synchronize(self.device)  # a graph in flight must not be let go
+        self._model, self._packed, self._grouped = None, None, None
+        self._kv_cache, self._host_blocks, self._attention = [], None, None
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -169,8 +160,8 @@ class ModelRunner:
     def _add_adapters(self, config: EngineConfig) -> None:
         unlike = frozenset[str]() if self._layer_watch is None else self._layer_watch.unlike
         self.adapters = AdapterStore(self._model, config, unlike)
-        if self._decoder is not None:
-            self._adapted_decoder = adapted(self._decoder, self._model, self._step_adapters)
+        if self._packed is not None:
+            self._packed.add_adapters(config)
 
     def _choose_way(self, loaded: LoadedModel, config: EngineConfig) -> Verdict:
         trial = self._trial(loaded, config)
@@ -185,9 +176,11 @@ class ModelRunner:
             except Exception as error:  # a model's code can fail in any way when it gets what it does not expect
                 if self._is_sharded and not isinstance(error, ModelError):
                     raise  # ranks do not go on from where one of them may have got stuck
-                logger.debug("%s cannot run %s", loaded.name, way, exc_info=True)
+                level = logging.WARNING if _is_of_kernels(error) else logging.DEBUG
+                logger.log(level, "%s cannot run %s: %r", loaded.name, way, error)
+                logger.debug("this is where", exc_info=True)
                 reasons.append(f"{way}: {error if isinstance(error, ModelError) else repr(error)}")
-                self._kv_cache = []
+                self._kv_cache, self._packed = [], None
             else:
                 logger.info("%s runs %s", loaded.name, way)
                 return verdict
@@ -222,14 +215,16 @@ class ModelRunner:
         attends_itself = way.tier in (Tier.GATHERED, Tier.OWN_CACHE)
         if attends_itself:
             _check_attends_itself(trial, config)
-        self._call = ModelCall(model, position_offset=way.position_offset)
+        call = ModelCall(model, position_offset=way.position_offset)
         latents = not (config.enable_lora or self._is_sharded)
-        tier = self._tier(way, latents=latents)
+        tier = self._tier(way, call, latents=latents)
         _set_attention(model, PAGED if tier is None else tier.implementation or trial.own_implementation)
         specs: Sequence[kv_cache.KVShape]
-        if tier is None:
-            specs = self._specs = self._record_layers(trial.probe, latents=latents)
+        self._packed = PackedRun(model, call, is_sharded=self._is_sharded) if tier is None else None
+        if self._packed is not None:
+            specs = self._packed.record(trial.probe, latents=latents)
         else:
+            assert tier is not None
             specs = tier.record(self._tensor(np.array(trial.probe))[None])
         self._attention = None
         if not attends_itself:
@@ -265,67 +260,37 @@ class ModelRunner:
 
     def _settle(self, tier: _Tier | None, way: Way, trial: _Trial) -> float:
         """Choose what will run, with the cache that there is; the difference from a plain run."""
-        difference = self._choose_code(trial) if tier is None else self._use_tier(tier, way, trial)
-        self._graphs = self._make_graphs(trial.config, trial.loaded.max_model_len)
+        if tier is not None:
+            return self._use_tier(tier, way, trial)
+        assert self._packed is not None
+        difference = self._choose_code(self._packed, trial)
+        self._packed.make_graphs(trial.config, trial.loaded.max_model_len, self.block_size)
         return difference
 
     def _measure(self, meter: DeviceMeter, lengths: list[int]) -> int:
         """The bytes that steps take: the largest one, and graphs, which keep what they take."""
         step_bytes = meter.peak_of(lambda: self._compute_largest_step(lengths))
-        return step_bytes + (0 if self._graphs is None else meter.peak_of(self._graphs.compute_largest))
+        graphs = None if self._packed is None else self._packed.graphs
+        return step_bytes + (0 if graphs is None else meter.peak_of(graphs.compute_largest))
 
     def _allocate(self, specs: Sequence[kv_cache.KVShape], tier: _Tier | None, trial: _Trial, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._kv_cache = kv_cache.allocate(specs, num_blocks, self.block_size, trial.dtype, self.device)
-        if tier is not None:
-            tier.attach(self._kv_cache, self._attention)
-        if self._decoder is not None:
-            self._stack_layers(self._decoder)
-
-    def _stack_layers(self, decoder: FusedDecoder) -> None:
-        if self._attention is not None and self._attention.name == "cpu":
-            decoder.stack_layers(self._specs, self._kv_cache)
-
-    def _make_graphs(self, config: EngineConfig, max_model_len: int) -> DecodeGraphs | None:
-        """For steps of the fused decoder, where device and attention know graphs."""
-        capture = None if config.enforce_eager else cuda_capture(self.device)
-        decoder, attention = self._decoder, self._attention
-        if capture is None or decoder is None or attention is None or not attention.is_capturable:
-            return None
-
-        def compute(inputs: DecodeInputs) -> Tensor:
-            num_rows, num_blocks = inputs.block_tables.shape
-            metadata = AttentionMetadata(
-                inputs.slot_mapping,
-                inputs.block_tables,
-                inputs.query_start_loc,
-                inputs.seq_lens,
-                BatchShape(num_rows, 1, num_blocks * self.block_size),
-            )
-            layers = PagedLayers(self._specs, self._kv_cache, metadata, attention)
-            return decoder.logits(decoder(layers, inputs.input_ids, inputs.positions, inputs.rows))
-
-        return DecodeGraphs(
-            compute,
-            capture,
-            max_num_seqs=config.max_num_seqs,
-            max_num_blocks=-(-max_model_len // self.block_size),
-            vocab_size=self.vocab_size,
-            dtype=self._model.dtype,
-            device=self.device,
-        )
+        runs = self._packed if tier is None else tier
+        assert runs is not None
+        runs.attach(self._kv_cache, self._attention)
 
     def _compute_largest_step(self, lengths: list[int]) -> None:
         """So many tokens of each of so many sequences, and the sampling of a token for each of them."""
         sample_all(self._run(largest_step(lengths, self.vocab_size, self.block_size)))
 
-    def _tier(self, way: Way, *, latents: bool) -> _Tier | None:
+    def _tier(self, way: Way, call: ModelCall, *, latents: bool) -> _Tier | None:
         """None: the model takes packs."""
         if way.tier is Tier.STATEFUL:
-            return StatefulTier(self._model, self._call, self.block_size, latents=latents)
+            return StatefulTier(self._model, call, self.block_size, latents=latents)
         if way.tier is Tier.GATHERED:
-            return GatheredTier(self._model, self._call, self.block_size)
-        return OwnCacheTier(self._model, self._call) if way.tier is Tier.OWN_CACHE else None
+            return GatheredTier(self._model, call, self.block_size)
+        return OwnCacheTier(self._model, call) if way.tier is Tier.OWN_CACHE else None
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> Tensor:
@@ -366,19 +331,9 @@ class ModelRunner:
             return self._execute(output, inputs)
 
     def _execute(self, output: SchedulerOutput, inputs: StepInputs) -> Tensor:
+        assert self._packed is not None
         self._move_blocks(output.copies, *output.swaps)
-        has_adapters = any(item.sequence.request.adapter for item in output.scheduled)
-        if self._graphs is not None and not (output.pools or has_adapters) and self._graphs.can_compute(inputs):
-            return self._graphs(inputs)
-        layers = self._layers(inputs)
-        if not has_adapters:
-            return self._compute(output, layers, inputs, self._decoder)
-        pooled = PooledStep(output.scheduled).rows if output.pools else []
-        keep = np.concatenate([inputs.keep, np.array(pooled, np.int64)])
-        hooked = self._model if self._adapted_decoder is None else None
-        parts = [(item.sequence.request.adapter, item.num_tokens) for item in output.scheduled]
-        with self._step_adapters.of(parts, keep, len(inputs.keep), hooked):
-            return self._compute(output, layers, inputs, self._adapted_decoder)
+        return self._packed.execute(output, inputs)
 
     def _adapters_of_calls(self, output: SchedulerOutput) -> InCall:
         """What is to be around each call of a step that is cut into calls."""
@@ -397,52 +352,9 @@ class ModelRunner:
     def follow(self, step: RankStep) -> None:
         """Take part in a step that rank 0 executes."""
         self._thread_count.adjust()
+        assert self._packed is not None
         self._move_blocks(step.copies, step.swap_outs, step.swap_ins)
-        inputs = step.inputs
-        layers = self._layers(inputs)
-        if step.pooled_rows:
-            self._pool(_Discarded(step.pooled_rows), layers, inputs, None)
-        else:
-            self._forward(layers, inputs.input_ids, inputs.positions, inputs.keep)
-
-    def _compute(
-        self, output: SchedulerOutput, layers: PagedLayers, inputs: StepInputs, decoder: FusedDecoder | None
-    ) -> Tensor:
-        """By this decoder, or by transformers' code."""
-        input_ids, positions, keep = inputs.input_ids, inputs.positions, inputs.keep
-        if output.pools:
-            return self._pool(PooledStep(output.scheduled), layers, inputs, decoder)
-        if decoder is not None:
-            return decoder.logits(decoder(layers, *map(self._tensor, (input_ids, positions, keep))))
-        return self._forward(layers, input_ids, positions, keep)
-
-    def _pool(
-        self, pooled: PooledStep | _Discarded, layers: PagedLayers, inputs: StepInputs, decoder: FusedDecoder | None
-    ) -> Tensor:
-        """A step that also leaves hidden states to those who want embeddings; the logits are those of `keep`."""
-        input_ids, positions, num_logits = inputs.input_ids, inputs.positions, len(inputs.keep)
-        keep = np.concatenate([inputs.keep, np.array(pooled.rows, np.int64)])
-        if decoder is not None:
-            hidden = decoder(layers, *map(self._tensor, (input_ids, positions, keep)))
-            pooled.collect(hidden[num_logits:])
-            return decoder.logits(hidden[:num_logits])
-
-        def take(head: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
-            (hidden,) = arguments
-            if hidden.shape[1] > len(keep):  # the model takes no `logits_to_keep`
-                hidden = hidden[:, self._tensor(keep)]
-            pooled.collect(hidden[0, num_logits:])
-            return (hidden[:, :num_logits],)
-
-        hook = self._head().register_forward_pre_hook(take)
-        try:
-            return self._forward(layers, input_ids, positions, keep)
-        finally:
-            hook.remove()
-
-    def _head(self) -> nn.Module:
-        head: nn.Module = self._model.get_output_embeddings()
-        return head
+        self._packed.follow(step.inputs, step.pooled_rows)
 
     def rows(self, logits: Tensor, rows: list[int]) -> Tensor:
         """These rows of the logits, in this order; on the CPU if the device cannot sample, having no float64."""
@@ -450,21 +362,9 @@ class ModelRunner:
             logits = logits.cpu()
         if rows == list(range(logits.shape[0])):
             return logits
-        return logits[torch.tensor(rows, device=logits.device)]
+        return logits[to_device(np.array(rows), logits.device)]
 
-    def _forward(
-        self, layers: AttentionLayers, input_ids: np.ndarray, positions: np.ndarray, keep: np.ndarray
-    ) -> Tensor:
-        cache = None
-        if self._has_latents:
-            cache = StepCache(self._model.config, layers, num_before=0, num_new=len(input_ids), states=[])
-        with attention_layers(ArrivedLayers(layers) if self._is_sharded else layers):
-            logits = self._call(
-                self._tensor(input_ids)[None], self._tensor(positions)[None], self._tensor(keep), cache=cache
-            )
-        return arrived(logits) if self._is_sharded else logits
-
-    def _choose_code(self, trial: _Trial) -> float:
+    def _choose_code(self, packed: PackedRun, trial: _Trial) -> float:
         """Fused code where it fits and the weights are ours to merge, else transformers' code; it passes the check."""
         self._grouped = None
         if trial.loaded.is_quantized or self._is_sharded:  # whose layers are more than their weights
@@ -472,20 +372,22 @@ class ModelRunner:
         if trial.loaded.owns_weights:
             pack_linears(self._model)
         if trial.loaded.owns_weights and FusedDecoder.can_run(self._model):
-            self._decoder = FusedDecoder(self._model)
-            self._stack_layers(self._decoder)
+            packed.use(FusedDecoder(self._model))
             try:
                 return trial.check()
             except ModelError as error:
                 logger.warning("not using the fused decoder: %s", error)
-                self._decoder = None
+                packed.use(None)
         return self._check_linears(trial)
 
     def _use_tier(self, tier: _Tier, way: Way, trial: _Trial) -> float:
         if trial.loaded.owns_weights:
             pack_linears(self._model)
         self._grouped = GroupedRun(
-            tier, whole_prompts=way.whole_prompts, one_by_one=way.tier is Tier.OWN_CACHE, head=self._head()
+            tier,
+            whole_prompts=way.whole_prompts,
+            one_by_one=way.tier is Tier.OWN_CACHE,
+            head=self._model.get_output_embeddings,
         )
         return self._check_linears(trial)
 
@@ -496,25 +398,6 @@ class ModelRunner:
         unpack_what_was_read(self._model)
         speed_up_linears(self._model)
         return difference
-
-    def _record_layers(self, token_ids: list[int], *, latents: bool) -> list[LayerSpec]:
-        """With LoRA there are no latents: an adapter adds to the outputs of a layer that they do without. Nor are there
-        in shards, which have a part of that layer's weights only."""
-        recorder = LayerRecorder()
-        length = len(token_ids)
-        self._has_latents = latents and any(hasattr(module, "kv_b_proj") for module in self._model.modules())
-        self._forward(recorder, np.array(token_ids), np.arange(length), np.arange(length))
-        if not recorder.specs:
-            raise ModelError("its attention is code of its own")
-        self._has_latents = any(spec.latent is not None for spec in recorder.specs)
-        unpack_projections(self._model)
-        return recorder.specs
-
-    def _layers(self, inputs: StepInputs) -> PagedLayers:
-        host = HostBatch(inputs.block_tables, inputs.query_start_loc, inputs.seq_lens)
-        metadata = AttentionMetadata.of(inputs.slot_mapping, host, self.device)
-        assert self._attention is not None
-        return PagedLayers(self._specs, self._kv_cache, metadata, self._attention)
 
     def _move_blocks(self, copies: _Copies, swap_outs: _Copies, swap_ins: _Copies) -> None:
         if self._host_blocks is not None:
@@ -532,7 +415,13 @@ class ModelRunner:
             cache.copy_blocks(sources, targets)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return to_device(array, self.device)
+
+
+def _is_of_kernels(error: Exception) -> bool:
+    """Whether a kernel failed, or its compiler, and not the model's code."""
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.partition(".")[0] in ("paged_kernels", "triton", "numba") for name in names)
 
 
 def _check_attends_itself(trial: _Trial, config: EngineConfig) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 import paged_kernels
 from paged_backend.engine.request import Sequence
 from paged_backend.sampling.draw import uniforms
+from paged_kernels.transfers import to_device
 
-Ints = npt.NDArray[np.int64]
 
-
-def choose(logits: torch.Tensor, sequences: list[Sequence]) -> Ints:
+def choose(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """A token per row of `logits` [S, V]: the best one, or one drawn with (seed, number of tokens before it).
 
     What means greedy is greedy even where the best token ties with others: temperature 0, `top_k` 1 and `min_p` 1
@@ -23,7 +21,8 @@ def choose(logits: torch.Tensor, sequences: list[Sequence]) -> Ints:
     if all(item.is_greedy for item in params):
         shares = np.zeros(len(params))
     else:
-        shares = uniforms([sequence.seed for sequence in sequences], [sequence.num_tokens for sequence in sequences])
+        positions = [sequence.num_drawn_tokens for sequence in sequences]
+        shares = uniforms([sequence.seed for sequence in sequences], positions)
     filters = (
         np.array([0.0 if item.is_greedy else item.temperature for item in params], np.float64),
         np.array([item.min_p for item in params], np.float64),
@@ -31,6 +30,4 @@ def choose(logits: torch.Tensor, sequences: list[Sequence]) -> Ints:
         np.array([item.top_p for item in params], np.float64),
         shares,
     )
-    columns = (torch.from_numpy(column).to(logits.device, non_blocking=True) for column in filters)
-    chosen: Ints = paged_kernels.draw(logits, *columns).cpu().numpy()
-    return chosen
+    return paged_kernels.draw(logits, *(to_device(column, logits.device) for column in filters))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from paged_backend.engine.request import Request
+from paged_kernels.transfers import to_device
 
 Ids = npt.NDArray[np.int64]
 
@@ -54,6 +55,11 @@ class Constraints:
     def __bool__(self) -> bool:
         return self._are_any
 
+    @property
+    def need_tokens(self) -> bool:
+        """Whether what is banned depends on the tokens before, and not on their number alone."""
+        return bool(self._words_by_tail)
+
     def banned(self, token_ids: list[int], num_output_tokens: int) -> Ids:
         """Ids that must not follow `token_ids`, end tokens too while fewer than `min_tokens` are generated."""
         banned = self._banned_early if num_output_tokens < self._min_tokens else self._banned
@@ -78,20 +84,19 @@ def apply_constraints(logits: torch.Tensor, constrained: Sequence[ConstrainedRow
     if restricted:
         index = _index(restricted, logits.device)
         kept = logits[index]
-        logits[[row for row, _ in restricted]] = -torch.inf
+        logits[to_device(np.array([row for row, _ in restricted]), logits.device)] = -torch.inf
         logits[index] = kept
     logits[_index([(item.row, item.banned) for item in constrained], logits.device)] = -torch.inf
     biases = np.concatenate([item.constraints.biases for item in constrained])
     if len(biases):
         index = _index([(item.row, item.constraints.biased) for item in constrained], logits.device)
-        logits[index] += torch.from_numpy(biases).to(logits.device, non_blocking=True)
+        logits[index] += to_device(biases, logits.device)
 
 
 def _index(rows_and_ids: Sequence[tuple[int, Ids]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     rows = np.repeat([row for row, _ in rows_and_ids], [len(ids) for _, ids in rows_and_ids])
     ids = np.concatenate([ids for _, ids in rows_and_ids])
-    rows_on_device, ids_on_device = (torch.from_numpy(part).to(device, non_blocking=True) for part in (rows, ids))
-    return rows_on_device, ids_on_device
+    return to_device(rows, device), to_device(ids, device)
 
 
 def _in_vocabulary(ids: Iterable[int], vocab_size: int) -> Ids:

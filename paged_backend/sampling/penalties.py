@@ -12,6 +12,7 @@ import torch
 
 import paged_kernels
 from paged_backend.sampling_params import SamplingParams
+from paged_kernels.transfers import to_device
 
 _LOWEST_REPETITION, _HIGHEST_REPETITION = 1e-30, 1e30
 """Beyond these a penalty turns float32 logits into infinities; within, it has long forced or banned the token."""
@@ -84,16 +85,13 @@ def apply_penalties(logits: torch.Tensor, penalised: Sequence[PenalisedRow]) -> 
         min(max(item.params.repetition_penalty, _LOWEST_REPETITION), _HIGHEST_REPETITION) for item in penalised
     ]
 
-    def on_device(values: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(values).to(logits.device, non_blocking=True)
-
-    paged_kernels.penalise(
-        logits,
-        on_device(np.repeat([item.row for item in penalised], sizes)),
-        on_device(np.concatenate(ids)),
-        on_device(np.repeat(np.array(repetition, dtype=np.float32), sizes)),
-        on_device(np.concatenate(subtracted)),
+    columns = (
+        np.repeat([item.row for item in penalised], sizes),
+        np.concatenate(ids),
+        np.repeat(np.array(repetition, dtype=np.float32), sizes),
+        np.concatenate(subtracted),
     )
+    paged_kernels.penalise(logits, *(to_device(column, logits.device) for column in columns))
 
 
 def _subtracted(item: PenalisedRow) -> npt.NDArray[np.float32]:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 import paged_kernels
 from paged_backend.engine.request import Sequence
-from paged_backend.sampling.choice import Ints, choose
+from paged_backend.sampling.choice import choose
 from paged_backend.sampling.constraints import ConstrainedRow, Constraints, apply_constraints
 from paged_backend.sampling.grammar import GrammarMatcher
 from paged_backend.sampling.grammar_rows import GrammarRows, Verdict
-from paged_backend.sampling.logprobs import Logprobs, token_logprobs
+from paged_backend.sampling.logprobs import Logprobs, LogprobsOnDevice, token_logprobs
 from paged_backend.sampling.penalties import PenalisedRow, TokenCounts, apply_penalties, has_penalties
 from paged_backend.sampling.processors import Processors, run_processors
 from paged_backend.sampling.thinking import ThinkingBudget, force_tokens
+from paged_kernels.transfers import HostCopies, to_device
 
 _PROMPT_ROWS = 64
 """Rows of prompt logits turned into log-probabilities at a time, to bound the memory it takes."""
@@ -48,7 +50,9 @@ class _SamplingState:
         if marks is not None and budget is not None:
             self.thinking = ThinkingBudget(marks, budget, sequence.num_prompt_tokens)
         derived = (self.matcher, self.counts, self.processors, self.thinking)
-        self.changes_logits = bool(self.constraints) or any(part is not None for part in derived)
+        self.needs_tokens = self.constraints.need_tokens or any(part is not None for part in derived)
+        """Whether what is done to its logits depends on its tokens, and not on their number alone."""
+        self.changes_logits = self.needs_tokens or bool(self.constraints)
 
 
 class _Row(NamedTuple):
@@ -57,6 +61,27 @@ class _Row(NamedTuple):
     row: int
     sequence: Sequence
     state: _SamplingState
+
+
+class Draws:
+    """A token per row that the device draws, with log-probabilities for some rows."""
+
+    def __init__(self, tokens: torch.Tensor, asking: list[int], logprobs: LogprobsOnDevice | None) -> None:
+        """Rows `asking` have log-probabilities."""
+        self.tokens = tokens
+        self._asking, self._logprobs = asking, logprobs
+        self._copies = HostCopies([tokens])
+
+    def result(self) -> list[SampledToken]:
+        """Waits for the device."""
+        (tokens,) = self._copies.wait()
+        chosen: list[int] = tokens.tolist()
+        sampled = [SampledToken(token_id, None) for token_id in chosen]
+        if self._logprobs is not None:
+            logprobs = self._logprobs.result([chosen[row] for row in self._asking])
+            for row, of_row in zip(self._asking, logprobs, strict=True):
+                sampled[row] = SampledToken(chosen[row], of_row)
+        return sampled
 
 
 class Sampler:
@@ -84,7 +109,7 @@ class Sampler:
         assert logits.shape == (len(sequences), self._vocab_size)
         if not sequences:
             return []
-        asking = [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
+        asking = _asking(sequences)
         raw = logits
         rows = self._rows(sequences)
         if rows:
@@ -97,18 +122,36 @@ class Sampler:
             grammars.mask(logits)  # which has the last word
         _force(logits, rows)
         tokens = choose(logits, sequences)
-        if constrained:
-            _replace_banned(tokens, logits, constrained)
+        _replace_banned(tokens, logits, constrained)
         chosen: list[int] = tokens.tolist()
         sampled: list[SampledToken | Exception] = [SampledToken(token_id, None) for token_id in chosen]
         verdicts = grammars.advance(chosen)
-        logprobs = dict(zip(asking, _logprobs(raw, asking, chosen, sequences), strict=True)) if asking else {}
+        logprobs: dict[int, Logprobs] = {}
+        if asking:
+            of_asking = [chosen[row] for row in asking]
+            launched = _logprobs(raw, asking, torch.tensor(of_asking, device=raw.device), sequences)
+            logprobs = dict(zip(asking, launched.result(of_asking), strict=True))
         for row in verdicts.keys() | logprobs.keys():
             is_complete, error = verdicts.get(row, _FREE)
             sampled[row] = error or SampledToken(chosen[row], logprobs.get(row), is_complete)
         for row, failure in errors.items():
             sampled[row] = failure
         return sampled
+
+    @torch.inference_mode()
+    def start(self, logits: torch.Tensor, sequences: list[Sequence]) -> Draws | None:
+        """What `sample` does, launched; None if that takes tokens that have to be known, or has to wait for more."""
+        rows = self._rows(sequences)
+        if any(state.needs_tokens for _, _, state in rows):
+            return None
+        asking, raw = _asking(sequences), logits
+        if rows:
+            logits = logits.to(torch.float32, copy=bool(asking))
+        constrained = _process(logits, rows)
+        tokens = choose(logits, sequences)
+        _replace_banned(tokens, logits, constrained)
+        logprobs = _logprobs(raw, asking, _rows_of(tokens, asking), sequences) if asking else None
+        return Draws(tokens, asking, logprobs)
 
     @torch.inference_mode()
     def candidates(
@@ -158,7 +201,8 @@ def _process(logits: torch.Tensor, rows: list[_Row]) -> list[ConstrainedRow]:
     penalised: list[PenalisedRow] = []
     for row, sequence, state in rows:
         if state.constraints or state.processors is not None:
-            banned = state.constraints.banned(sequence.token_ids, sequence.num_output_tokens)
+            num_output_tokens = sequence.num_drawn_tokens - sequence.num_prompt_tokens
+            banned = state.constraints.banned(sequence.token_ids, num_output_tokens)
             # Asked for now, while the row is what its grammar made of it.
             fallback = state.constraints.fallback if state.matcher is None else int(logits[row].argmax())
             constrained.append(ConstrainedRow(row, state.constraints, banned, fallback))
@@ -187,19 +231,31 @@ def _force(logits: torch.Tensor, rows: list[_Row]) -> None:
         force_tokens(logits, forced)
 
 
-def _replace_banned(tokens: Ints, logits: torch.Tensor, constrained: list[ConstrainedRow]) -> None:
+def _replace_banned(tokens: torch.Tensor, logits: torch.Tensor, constrained: list[ConstrainedRow]) -> None:
     """Where a banned token was chosen, all are banned, and the row's fallback is taken instead."""
-    rows = [item.row for item in constrained]
-    values = logits[rows, torch.from_numpy(tokens[rows]).to(logits.device)]
-    for item, is_banned in zip(constrained, torch.isneginf(values).tolist(), strict=True):
-        if is_banned:
-            tokens[item.row] = item.fallback
+    if not constrained:
+        return
+    rows = to_device(np.array([item.row for item in constrained]), logits.device)
+    fallbacks = to_device(np.array([item.fallback for item in constrained]), logits.device)
+    chosen = tokens[rows]
+    tokens[rows] = torch.where(torch.isneginf(logits[rows, chosen]), fallbacks, chosen)
 
 
-def _logprobs(raw: torch.Tensor, asking: list[int], chosen: list[int], sequences: list[Sequence]) -> list[Logprobs]:
-    """Of the rows that ask."""
+def _asking(sequences: list[Sequence]) -> list[int]:
+    """The rows that want log-probabilities."""
+    return [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
+
+
+def _logprobs(
+    raw: torch.Tensor, asking: list[int], chosen: torch.Tensor, sequences: list[Sequence]
+) -> LogprobsOnDevice:
+    """Of the rows that ask, which have chosen these tokens."""
     params = [sequences[row].request.params for row in asking]
     nums = [item.logprobs or 0 for item in params]
-    if len(asking) < len(raw):
-        raw = raw[asking]
-    return token_logprobs(raw, [chosen[row] for row in asking], nums, [item.logprob_token_ids for item in params])
+    return LogprobsOnDevice(_rows_of(raw, asking), chosen, nums, [item.logprob_token_ids for item in params])
+
+
+def _rows_of(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor[to_device(np.array(rows), tensor.device)]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gpu_cases import layer
-from paged_kernels.adapters import LowRankAdapters, Piece, RowIndex
+from paged_kernels.adapters import ExchangeableAdapters, Extent, LowRankAdapters, Piece, RowIndex
 from paged_kernels.triton_attention import AttentionPlan, paged_attention, store_kv
 from paged_kernels.triton_lora import add_low_rank
 from paged_kernels.triton_sampling import best_logits, draw, mask_logits
@@ -58,6 +58,18 @@ def adapt(numbers):
     add_low_rank(torch.zeros(len(numbers), 48), torch.randn(len(numbers), 64), LowRankAdapters(pieces), rows)
 
 
+SLOTS = ExchangeableAdapters(2, Extent(2, 40, 48, True), torch.float32, torch.device("cpu"))
+TILES = {}
+
+
+def adapt_in_slots(numbers, *ranks):
+    """A layer for rows with these of two adapters, which have taken the slots; of these ranks for its two modules."""
+    made = [[Piece(48 * i, torch.randn(r, 64), torch.randn(r, 48)) for i, r in enumerate(rank) if r] for rank in ranks]
+    SLOTS.exchange(made)
+    rows = RowIndex(np.array(numbers, np.int32), 2, TILES)
+    add_low_rank(torch.zeros(len(numbers), 96), torch.randn(len(numbers), 64), SLOTS, rows)
+
+
 STEPS = {
     "decode": lambda: attend([1, 1, 1, 1], [5, 9, 100, 7], 4),
     "decode of others": lambda: attend([1, 1, 1, 1], [300, 2, 0, 0], 4, num_padding=2),
@@ -67,6 +79,8 @@ STEPS = {
     "draws of others": lambda: sample([2.0, 0.0, 1.0], [3, 0, 0], [0.5, 1.0, 1.0]),
     "adapters": lambda: adapt([0, 0, -1, 1, 1, 1]),
     "other adapters": lambda: adapt([-1, 1, -1, -1, -1, -1]),
+    "slots": lambda: adapt_in_slots([0, 0, -1, 1, 1, 1], (8, 40), (0, 3)),
+    "slots of others": lambda: adapt_in_slots([-1, 1, -1, -1, -1, -1], (4, 0), (4, 16)),
     **{f"batch of {n}": lambda n=n: attend([1] * n, [20] * n, n, width=3 * n) for n in (1, 2, 3, 8, 17)},
     **{f"layer for {n}": lambda n=n: layer(n, 64, (4, 2), 16, 128) for n in (1, 2, 3, 8, 17)},
 }

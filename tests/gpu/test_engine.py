@@ -81,3 +81,23 @@ def test_adapters_and_grammars_give_the_same_tokens(tmp_path, launched):
         assert token_ids(generate(folder, [GREEDY, chosen], **options)) == token_ids(expected)
     assert launched >= {"shrink_rows", "expand_rows", "mask_rows"}
     assert token_ids(generate(folder, [GREEDY, chosen]))[0] != token_ids(expected)[0]
+
+
+@pytest.mark.slow
+def test_steps_that_are_replayed_while_others_run_give_the_same_tokens(tmp_path, launched, monkeypatch):
+    """With adapters in slots; what would be replayed is launched again."""
+    model = make_model(num_hidden_layers=2)
+    folder, adapter = save_model(tmp_path / "model", model=model), save_adapter(tmp_path / "adapter", model)
+    wanted = [LoRARequest("one", str(adapter)), None]
+    with LLM(folder, kv_cache_memory="1MiB", enable_lora=True) as llm:
+        expected = token_ids(llm.generate(PROMPTS, [GREEDY] * 2, lora_request=wanted))
+    num_replays = []
+
+    def capture(launch):
+        return lambda: (num_replays.append(1), launch())
+
+    monkeypatch.setattr("paged_backend.model.packed_run.cuda_capture", lambda device: capture)
+    options = {"attention_backend": "triton", "async_scheduling": True, "enable_lora": True, "max_num_seqs": 2}
+    with paged_kernels.interpreted(), LLM(folder, kv_cache_memory="1MiB", **options) as llm:
+        assert token_ids(llm.generate(PROMPTS, [GREEDY] * 2, lora_request=wanted)) == expected
+    assert launched >= {"attend", "shrink_rows", "expand_rows", "begin_draws"} and num_replays

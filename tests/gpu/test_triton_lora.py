@@ -8,7 +8,7 @@ from torch import Tensor
 
 from helpers_triton import poisoned_empty, watched_memory
 from paged_kernels import reference
-from paged_kernels.adapters import LowRankAdapters, Piece, RowIndex
+from paged_kernels.adapters import ExchangeableAdapters, Extent, LowRankAdapters, Piece, RowIndex
 from paged_kernels.triton_lora import add_low_rank
 
 pytestmark = pytest.mark.timeout(100)
@@ -50,6 +50,23 @@ def test_it_agrees_with_its_definition(num_rows, depth, widths, dtype):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     untouched = (numbers == -1) | (numbers == 2)
     assert torch.equal(actual[untouched], before[untouched])
+
+
+def test_adapters_that_take_the_place_of_others_have_what_room_there_is():
+    adapters = ExchangeableAdapters(4, Extent(2, 40, 160, False), torch.float32, torch.device("cpu"))
+    memory: dict = {}
+    table, tiles = adapters.table.data_ptr(), set()
+    x = random(40, 64, dtype=torch.float32)
+    for seed, made in enumerate([make_adapters(64, (48, 160), torch.float32), make_adapters(64, (7,), torch.float32)]):
+        adapters.exchange(made.pieces)
+        numbers = torch.randint(-1, 4, (40,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+        rows = RowIndex(numbers.numpy(), 4, memory)
+        actual, expected = torch.zeros(40, 208), torch.zeros(40, 208)
+        add_low_rank(actual, x, adapters, rows)
+        reference.add_low_rank(expected, x, made, RowIndex(numbers.numpy(), 4))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        tiles |= {tensor.data_ptr() for tensor in memory.values()}
+    assert adapters.table.data_ptr() == table and len(tiles) == 1
 
 
 def test_a_deep_layer_is_cut_into_parts():

@@ -46,7 +46,9 @@ class Tier(Protocol):
 class GroupedRun:
     """What a step's calls are, is decided here; what a call is, by the tier."""
 
-    def __init__(self, tier: Tier, *, whole_prompts: bool, one_by_one: bool, head: nn.Module | None) -> None:
+    def __init__(
+        self, tier: Tier, *, whole_prompts: bool, one_by_one: bool, head: Callable[[], nn.Module | None]
+    ) -> None:
         self._tier = tier
         self._whole_prompts, self._one_by_one = whole_prompts, one_by_one
         self._head = head
@@ -82,11 +84,12 @@ class GroupedRun:
         """All logits and last hidden states of a call, [B * S, ...] both."""
         taken: list[Tensor] = []
 
-        def take(head: nn.Module, arguments: tuple[Any, ...]) -> None:
+        def take(module: nn.Module, arguments: tuple[Any, ...]) -> None:
             taken.append(arguments[0].flatten(0, -2))
 
-        assert self._head is not None, "the model has no head to take hidden states from"
-        hook = self._head.register_forward_pre_hook(take)
+        head = self._head()
+        assert head is not None, "the model has no head to take hidden states from"
+        hook = head.register_forward_pre_hook(take)
         try:
             return self._tier.compute(pieces, None), taken[-1]
         finally:
