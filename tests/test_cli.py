@@ -184,8 +184,6 @@ SERVER_OPTIONS: dict[str, Any] = {
     "cors_origin": ["*"],
     "ui": False,
     "root_path": "/api",
-    "ssl_certfile": "cert.pem",
-    "ssl_keyfile": "key.pem",
     "log_level": "debug",
 }
 ENGINE_VALUES: dict[str, Any] = {
@@ -224,10 +222,13 @@ FILE_NAMES = {
 """Options that settings have as lists."""
 
 
-def test_every_option_may_stand_in_a_file(served: list[Models], fakes: Fakes, tmp_path: Path) -> None:
+def test_every_option_may_stand_in_a_file(
+    served: list[Models], fakes: Fakes, certificate: tuple[str, str], tmp_path: Path
+) -> None:
+    server_options = SERVER_OPTIONS | dict(zip(("ssl_certfile", "ssl_keyfile"), certificate, strict=True))
     (tmp_path / "keys").write_text("m")
     files = {"api_key_file": str(tmp_path / "keys"), "tokenizer": "other"}
-    content = {"model": ["a"], **SERVER_OPTIONS, **ENGINE_VALUES, **files}
+    content = {"model": ["a"], **server_options, **ENGINE_VALUES, **files}
     options = set(inspect.signature(serve_module.serve).parameters) - set(ENGINE_OPTIONS)
     others = {"config", "debug", "lora_modules", "allow_lora_updating"}  # adapters have tests of their own
     assert options - others == set(content) - set(ENGINE_OPTIONS), "an option has no value here"
@@ -237,7 +238,7 @@ def test_every_option_may_stand_in_a_file(served: list[Models], fakes: Fakes, tm
     assert result.exit_code == 0, result.output
     (models,), ((model, engine),) = served, fakes.made
     assert (model, engine) == ("a", ENGINE_VALUES)
-    for name, value in SERVER_OPTIONS.items():
+    for name, value in server_options.items():
         found = getattr(models.settings, FILE_NAMES.get(name, name))
         assert found == (tuple(value) if isinstance(value, list) else value) or name == "api_key"
     assert models.settings.api_keys == ("k", "l", "m")

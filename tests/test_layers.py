@@ -47,8 +47,8 @@ def is_of_same_framework(adapter: str, other: str) -> bool:
 SHARED = tuple(
     f"paged_backend.{name}"
     for name in (
-        *("beam_search_params", "config", "errors", "fields", "logits_processors", "lora", "outputs", "pooling_params"),
-        *("sampling_params", "structured_outputs"),
+        *("beam_search_params", "config", "errors", "fields", "histogram", "logits_processors", "lora", "outputs"),
+        *("pooling_params", "sampling_params", "structured_outputs"),
     )
 )
 # What a step's executors are handed.

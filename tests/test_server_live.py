@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import ssl
@@ -266,19 +265,6 @@ def test_an_address_in_use_is_an_error() -> None:
 def test_an_address_that_cannot_be_is_an_error_that_says_why(address: dict[str, str], told: str) -> None:
     with pytest.raises(OSError, match=f"cannot listen on {told}"):
         lifecycle.run(make_models(ServerSettings(**address), make=lambda: make_server().llm))
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Of localhost, and its key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl, to make a certificate")
-    folder = tmp_path_factory.mktemp("certificate")
-    paths = (str(folder / "certificate.pem"), str(folder / "key.pem"))
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=DNS:localhost", "-out", paths[0], "-keyout", paths[1]]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return paths
 
 
 def test_a_certificate_makes_it_https(certificate: tuple[str, str]) -> None:
