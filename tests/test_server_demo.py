@@ -93,7 +93,9 @@ def test_a_stream_joins_to_the_whole_answer_and_costs_the_same(client: openai.Op
         )
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == text
-    assert len(chunks) > 5 and chunks[-1].usage == whole.usage
+    assert len(chunks) > 5 and chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
     tokenizer = AutoTokenizer.from_pretrained(demo_folder())
     prompt = tokenizer.apply_chat_template(FRANCE, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert whole.usage is not None and whole.usage.prompt_tokens == len(prompt)
@@ -160,7 +162,7 @@ async def test_many_streams_at_once_are_each_what_they_are_alone(url: str) -> No
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_forced_call_is_valid_whole_and_streamed(client: openai.OpenAI, choice: Any) -> None:
     body: dict[str, Any] = {"model": MODEL, "messages": ASKED, "tools": [WEATHER], "tool_choice": choice}
-    body |= {"temperature": 0, "max_tokens": 80}
+    body |= {"temperature": 0, "max_tokens": 80, "parallel_tool_calls": False}
     (call,) = client.chat.completions.create(**body).choices[0].message.tool_calls or ()
     assert call.type == "function" and call.function.name == "get_weather"
     assert set(json.loads(call.function.arguments)) == {"city"}
@@ -171,7 +173,13 @@ def test_a_forced_call_is_valid_whole_and_streamed(client: openai.OpenAI, choice
 
 def test_a_tools_result_is_answered(client: openai.OpenAI) -> None:
     calls = client.chat.completions.create(
-        model=MODEL, messages=ASKED, tools=[WEATHER], tool_choice="required", temperature=0, max_tokens=80
+        model=MODEL,
+        messages=ASKED,
+        tools=[WEATHER],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=0,
+        max_tokens=80,
     ).choices[0]
     assert calls.finish_reason == "tool_calls" and calls.message.tool_calls
     result = {"role": "tool", "tool_call_id": calls.message.tool_calls[0].id, "content": "It snows in Bern."}
@@ -241,7 +249,7 @@ def test_refusals_are_the_clients_own_errors(client: openai.OpenAI, url: str) ->
 
 
 def test_anthropics_client_gets_text_whole_and_streamed(claude: anthropic.Anthropic) -> None:
-    body: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "messages": FRANCE, "temperature": 0}
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "messages": FRANCE, "extra_body": {"temperature": 0}}
     whole = claude.messages.create(**body)
     (block,) = whole.content
     assert block.type == "text" and "Paris" in block.text
@@ -256,7 +264,7 @@ def test_anthropics_client_gets_text_whole_and_streamed(claude: anthropic.Anthro
 async def test_anthropics_client_calls_tools_and_raises_its_own_errors(url: str) -> None:
     tool: Any = {"name": "get_weather", "description": "The weather of a city.", "input_schema": PARAMETERS}
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 80, "messages": ASKED, "tools": [tool]}
-    body["tool_choice"] = {"type": "any"}
+    body["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
     async with anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:
         whole = await client.messages.create(**body)
         async with client.messages.stream(**body) as stream:
@@ -295,7 +303,7 @@ async def test_langchains_model_and_vectors_come_from_it(url: str) -> None:
 
 
 def test_langchains_model_calls_tools_and_answers_their_results(url: str) -> None:
-    model = chat_model(url).bind_tools([WEATHER], tool_choice="any")
+    model = chat_model(url).bind_tools([WEATHER], tool_choice="any", parallel_tool_calls=False)
     asked = HumanMessage(ASKED[0]["content"])
     call = model.invoke([asked])
     assert isinstance(call, AIMessage) and [set(each["args"]) for each in call.tool_calls] == [{"city"}]
