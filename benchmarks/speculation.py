@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from paged_backend import LLM, SamplingParams
+from paged_backend.engine.request import BlockTable
 from rounds import start, take_turns, versions
 from workloads import WORKLOADS
 
@@ -126,7 +127,8 @@ def print_steps(arguments: argparse.Namespace) -> None:
         (sequence,) = request.sequences
         num_blocks = -(-length // config.block_size)
         sequence.num_computed_tokens = length - num_rows
-        sequence.block_table = array("i", range(index * num_blocks, (index + 1) * num_blocks))
+        blocks = array("i", range(index * num_blocks, (index + 1) * num_blocks))
+        sequence.tables = [BlockTable(blocks)]
         return ScheduledSequence(sequence, num_rows, num_rows)
 
     for num_rows in (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 64):

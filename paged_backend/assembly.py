@@ -48,7 +48,8 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
         backend.runner.num_blocks,
         backend.runner.block_size,
         enable_prefix_caching=config.enable_prefix_caching and not traits.keeps_state,
-        window=traits.window,
+        reaches=traits.reaches,
+        max_step_tokens=config.max_num_batched_tokens,
         num_swap_blocks=0 if traits.keeps_state else backend.num_swap_blocks,
     )
     scheduler = Scheduler(
@@ -64,14 +65,16 @@ def assemble(backend: Backend | EncoderBackend, config: EngineConfig) -> tuple[A
         vocab_size=backend.runner.vocab_size,
         max_model_len=backend.max_model_len,
         num_slots=manager.num_slots,
-        block_size=manager.block_size,
+        layout=manager.layout,
+        num_blocks=manager.pool.num_blocks,
         max_logprobs=config.max_logprobs,
         eos_token_ids=backend.eos_token_ids,
         embedding=backend.embedding,
     )
     logger.info(
         "%s is ready: %d blocks of %d tokens, so that %d tokens fit in the KV cache",
-        *(backend.name, manager.pool.num_blocks, manager.block_size, manager.num_slots),
+        *(backend.name, manager.pool.num_blocks, manager.block_size),
+        manager.layout.num_tokens(manager.pool.num_blocks, backend.max_model_len),
     )
     engine = Engine(
         *(backend.runner, backend.sampler, scheduler, processor),

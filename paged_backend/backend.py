@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.config import EngineConfig
 from paged_backend.engine import encoder_engine, engine
+from paged_backend.engine.kv_layout import EVERYTHING, Reach
 from paged_backend.garbage import no_garbage_collection
 from paged_backend.lora import Adapters
 from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport
@@ -36,8 +37,8 @@ class Traits:
 
     max_num_seqs: int | None = None
     """Most sequences that its memory has room for; None: as many as wanted."""
-    window: int | None = None
-    """How many tokens a token looks at in every layer, itself included; None: all of them, in some layer."""
+    reaches: tuple[Reach, ...] = (EVERYTHING,)
+    """How far the tokens of each group of layers look back; `engine.kv_layout` says what a group is."""
     keeps_state: bool = False
     """A sequence has more than its keys and values in pages, so that it can neither go on from another one's pages nor
     go back."""
@@ -148,6 +149,6 @@ def _load_backend(
         traits=Traits(
             max_num_seqs=runner.verdict.max_num_seqs,
             keeps_state=runner.verdict.keeps_state,
-            window=runner.verdict.window,
+            reaches=runner.verdict.layout.reaches,
         ),
     )

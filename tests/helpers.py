@@ -15,6 +15,7 @@ from paged_backend import Backend, CompletionOutput, EngineStats, SamplingParams
 from paged_backend.engine import request as engine_request
 from paged_backend.engine.engine import Engine, EngineOutput
 from paged_backend.engine.kv_cache_manager import KVCacheManager
+from paged_backend.engine.kv_layout import EVERYTHING, Reach
 from paged_backend.engine.output_processor import OutputProcessor, RawLogprobs, TextDecoder
 from paged_backend.engine.request import Request
 from paged_backend.engine.scheduler import OutOfDeviceMemoryError, ScheduledSequence, Scheduler, SchedulerOutput
@@ -34,20 +35,32 @@ class StepFailure(Exception):
     """What a step dies of when a test wants it to."""
 
 
-class FakeRunner:
-    """Keeps token ids in its slots. What a sequence would attend to must be its own tokens, in order, at every step.
+Slot = tuple[int, int] | None
+"""(group, token id)"""
 
-    Its logits row for a token is the context up to and with that token, as read from the slots.
+
+class FakeRunner:
+    """Keeps token ids in its slots, and whose group of layers they are for. What a sequence would attend to in any of
+    them must be its own tokens, in order, at every step.
+
+    Its logits row for a token is the context up to and with that token.
     """
 
     def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, vocab_size: int = VOCAB_SIZE, num_swap_blocks: int = 0
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        vocab_size: int = VOCAB_SIZE,
+        num_swap_blocks: int = 0,
+        reaches: Sequence[Reach] = (EVERYTHING,),
     ) -> None:
+        self.reaches = reaches
         self.vocab_size = vocab_size
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
-        self.swapped: list[list[int | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
+        self.slots: list[list[Slot]] = [[None] * block_size for _ in range(num_blocks)]
+        self.swapped: list[list[Slot]] = [[None] * block_size for _ in range(num_swap_blocks)]
         self.num_steps = 0
         self.num_tokens = 0
         """Computed in all steps that did not fail."""
@@ -88,17 +101,21 @@ class FakeRunner:
 
     def _store(self, item: ScheduledSequence, content: Callable[[int], int | None]) -> None:
         sequence = item.sequence
-        for position, token_id in enumerate(item.token_ids, start=sequence.num_computed_tokens):
-            block = sequence.block_table[position // self.block_size]
-            self.slots[block][position % self.block_size] = content(token_id)
+        for group, table in enumerate(sequence.tables):
+            for position, token_id in enumerate(item.token_ids, start=sequence.num_computed_tokens):
+                block = table.blocks[position // self.block_size]
+                stored = content(token_id)
+                self.slots[block][position % self.block_size] = None if stored is None else (group, stored)
 
     def _rows_of(self, item: ScheduledSequence, known: Callable[[int], int]) -> list[list[int]]:
         sequence, num_tokens, num_logits = item
         end = sequence.num_computed_tokens + num_tokens
-        slots = [slot for block in sequence.block_table for slot in self.slots[block]]
-        context = [-1 if token_id is None else token_id for token_id in slots[:end]]
-        own = sequence.token_ids[: sequence.num_computed_tokens] + list(map(known, item.token_ids))
-        assert context == own, f"{sequence} would attend to {context}"
+        context = sequence.token_ids[: sequence.num_computed_tokens] + list(map(known, item.token_ids))
+        assert len(context) == end and len(sequence.tables) == len(self.reaches)
+        for group, (table, reach) in enumerate(zip(sequence.tables, self.reaches, strict=True)):
+            first = reach.first_visible(sequence.num_computed_tokens)
+            slots = [slot for block in table.blocks for slot in self.slots[block]][first:end]
+            assert slots == [(group, token_id) for token_id in context[first:]], f"{sequence} would attend to {slots}"
         return [context[: end - num_logits + 1 + i] for i in range(num_logits)]
 
 
@@ -199,7 +216,11 @@ def make_scheduler(
 ) -> Scheduler:
     return Scheduler(
         make_manager(
-            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching, **of_manager
+            num_blocks=num_blocks,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            max_step_tokens=max_num_batched_tokens,
+            **of_manager,
         ),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -218,6 +239,7 @@ class EngineUnderTest:
             num_blocks=manager.pool.num_blocks,
             block_size=manager.block_size,
             num_swap_blocks=manager.swap_pool.num_blocks,
+            reaches=manager.layout.reaches,
         )
         self.engine = Engine(
             *(self.runner, FakeSampler(), self.scheduler, OutputProcessor(decoder)), is_asynchronous=is_asynchronous
@@ -368,10 +390,25 @@ def check_blocks(scheduler: Scheduler) -> None:
     swapped = [block for one in scheduler.waiting if one.swapped is not None for block in one.swapped.blocks]
     assert all(swap_pool.ref_count(block) == 1 for block in swapped) and len(set(swapped)) == len(swapped)
     assert swap_pool.num_used >= len(swapped), "beams that were set aside have some too"
-    assert not any(sequence.block_table for sequence in scheduler.waiting)
+    assert not any(sequence.tables for sequence in scheduler.waiting)
     assert {block: pool.ref_count(block) for block in range(pool.num_blocks) if pool.ref_count(block)} == holders
     assert pool.num_used == len(holders)
+    findable = list(pool.findable())
+    assert len(set(findable)) == len(findable), "no block can be found by others' tokens"
     assert pool.num_used + pool.num_free == pool.num_blocks
+    assert scheduler.kv_cache_manager.num_unused_slots(scheduler.running) == _num_unused_slots(scheduler)
+
+
+def _num_unused_slots(scheduler: Scheduler) -> int:
+    """Block by block."""
+    size = scheduler.kv_cache_manager.block_size
+    nums_filled: Counter[int] = Counter()
+    for sequence in scheduler.running:
+        for table in sequence.tables:
+            for index, block in enumerate(table.held, table.num_dropped):
+                num_filled = min(max(sequence.num_computed_tokens - index * size, 0), size)
+                nums_filled[block] = max(nums_filled[block], num_filled)
+    return sum(size - num_filled for num_filled in nums_filled.values())
 
 
 def is_idle(stats: EngineStats) -> bool:

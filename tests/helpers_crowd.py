@@ -9,7 +9,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from helpers import check_blocks, is_idle, make_engine
+from paged_backend.engine.kv_layout import EVERYTHING, KVLayout, Reach
 from paged_backend.engine.request import Request
+
+ALL_ALIKE = (EVERYTHING,)
+LAYOUTS = [
+    ALL_ALIKE,
+    (Reach(window=3),),
+    (Reach(chunk=4),),
+    (EVERYTHING, Reach(window=5)),
+    (EVERYTHING, Reach(window=2), Reach(window=2)),
+    (EVERYTHING, EVERYTHING, Reach(chunk=4)),
+    (Reach(window=9), Reach(window=4)),
+]
+"""How far the groups of layers look back, of models of all kinds."""
 
 
 class CrowdedMachine(RuleBasedStateMachine):
@@ -17,9 +30,11 @@ class CrowdedMachine(RuleBasedStateMachine):
 
     requests = Bundle("requests")
 
-    def crowd(self, **options: Any) -> None:
-        """Options are those of `make_engine`."""
-        self.engine = make_engine(**options)
+    def crowd(self, reaches: tuple[Reach, ...], num_spare: int, block_size: int, **options: Any) -> None:
+        """A cache that has so many blocks more than the longest sequence needs; options are those of `make_engine`."""
+        layout = KVLayout(reaches, block_size, options["max_num_batched_tokens"])
+        num_blocks = layout.num_blocks_for(options["max_model_len"]) + num_spare
+        self.engine = make_engine(num_blocks=num_blocks, block_size=block_size, reaches=reaches, **options)
         self.makers: dict[str, Callable[[], Request]] = {}
         """How to make each request again."""
         self.aborted: set[str] = set()

@@ -10,6 +10,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from paged_backend.engine.kv_layout import EVERYTHING, KVLayout, Reach
+
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 BOS, EOS, IM_START, IM_END = range(256, 260)
 VOCAB_SIZE = 272  # 256 bytes, the special tokens, and room to 16
@@ -60,6 +62,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": _GROUPED,
     "gpt_oss": _ALTERNATING | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _YARN},
 }
+
+
+MIXED = ("gemma2", "gemma3_text", "gpt_oss")
+"""Half of their layers slide."""
+
+
+def crowded(architecture: str, num_blocks: int, longest: int) -> dict[str, Any]:
+    """Settings with which there are so many blocks of 4 tokens; if layers slide in half of the model, what a sequence
+    of the longest length takes at most, and one block more."""
+    if architecture not in MIXED:
+        return {"num_gpu_blocks_override": num_blocks}
+    layout = KVLayout((EVERYTHING, Reach(window=_WINDOW["sliding_window"])), 4, 5)
+    return {"num_gpu_blocks_override": layout.num_blocks_for(longest) + 1, "max_num_batched_tokens": 5}
 
 
 def make_model(architecture: str = "llama", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:

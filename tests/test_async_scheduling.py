@@ -19,6 +19,7 @@ from helpers import (
     FakeSampler,
     StepFailure,
     byte_level_tokenizer,
+    check_blocks,
     is_idle,
     make_engine,
     make_llm,
@@ -26,10 +27,11 @@ from helpers import (
     text_decoder,
 )
 from helpers_architectures import make_tiny
-from helpers_crowd import CrowdedMachine
+from helpers_crowd import LAYOUTS, CrowdedMachine
 from helpers_lora import save_adapter
 from helpers_models import make_model, save_model
 from paged_backend import LLM, Backend, BeamSearchParams, ConfigError, EngineError, LoRARequest, SamplingParams
+from paged_backend.engine.kv_layout import Reach
 from paged_backend.engine.request import Request
 from paged_backend.engine.scheduler import SchedulerOutput
 
@@ -74,15 +76,15 @@ class CrowdedAsyncEngine(CrowdedMachine):
     requests = CrowdedMachine.requests
 
     @initialize(
-        room=st.sampled_from([(20, 1), (24, 1), (10, 2), (13, 2), (6, 4), (9, 4)]),
+        reaches=st.sampled_from(LAYOUTS),
+        room=st.sampled_from([(0, 1), (4, 1), (0, 2), (3, 2), (1, 4), (4, 4)]),
         max_num_batched_tokens=st.integers(2, 24),
         max_num_seqs=st.integers(2, 6),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         num_swap_blocks=st.sampled_from([0, 3, 8, 100]),
     )
-    def make(self, room: tuple[int, int], **options: Any) -> None:
-        num_blocks, block_size = room
-        self.crowd(is_asynchronous=True, num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_LEN, **options)
+    def make(self, reaches: tuple[Reach, ...], room: tuple[int, int], **options: Any) -> None:
+        self.crowd(reaches, *room, is_asynchronous=True, max_model_len=MAX_LEN, **options)
 
     @rule(target=requests, workload=workloads(), num_copies=st.integers(1, 3))
     def add(self, workload: dict[str, Any], num_copies: int) -> Any:
@@ -166,6 +168,20 @@ def test_a_step_with_a_request_that_has_to_know_its_tokens_is_completed_at_once(
     assert [len(engine.result(request.request_id).token_ids) for request in (plain, other)] == [2, 1]
     engine.run()
     assert [len(engine.result(request.request_id).token_ids) for request in (plain, other)] == [9, 3]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 9))
+def test_a_block_behind_a_chunk_is_published_before_it_is_given_back(num_steps: int) -> None:
+    """It may be filled by a token that is not known, in a step after which no other is launched ahead."""
+    reaches = [Reach(chunk=4)]
+    engine = make_engine(is_asynchronous=True, reaches=reaches, block_size=2, max_num_batched_tokens=2)
+    engine.add(make_request([1], max_tokens=12))
+    for _ in range(num_steps):
+        engine.step()
+    engine.add(make_request([2], max_tokens=3, extra_args={"needs_tokens": True}))
+    while engine.engine.has_work:
+        engine.step()
+        check_blocks(engine.scheduler)
 
 
 def test_an_aborted_request_gets_nothing_of_the_step_in_flight() -> None:

@@ -13,7 +13,7 @@ import torch
 import helpers_attention_libraries
 from helpers_models import make_model
 from paged_backend import LLM, ConfigError, EngineConfig, SamplingParams
-from paged_backend.model.attention import AttentionMetadata, HostBatch, LayerSpec, PagedLayers
+from paged_backend.model.attention import LayerSpec, PagedLayers, StepMetadata
 from paged_backend.model.attention_backends import (
     AttentionBackend,
     CpuAttention,
@@ -63,11 +63,11 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 class Batch:
     """Sequences with their earlier keys and values in pages, and what a layer gives for their new tokens."""
 
-    def __init__(self, lengths: list[tuple[int, int]], spec: LayerSpec) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, lengths: list[tuple[int, int]], spec: LayerSpec, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
         num_new = [new for new, _ in lengths]
         blocks_of = [-(-total // BLOCK) for _, total in lengths]
-        numbers = np.random.default_rng(0).permutation(sum(blocks_of) + 2).astype(np.int32)
+        numbers = np.random.default_rng(seed).permutation(sum(blocks_of) + 2).astype(np.int32)
         tables = np.zeros((len(lengths), max(blocks_of)), np.int32)
         slots: list[int] = []
         for row, ((new, total), num_blocks) in enumerate(zip(lengths, blocks_of, strict=True)):
@@ -75,8 +75,9 @@ class Batch:
             positions = np.arange(total - new, total)
             slots += (tables[row, positions // BLOCK] * BLOCK + positions % BLOCK).tolist()
         starts = np.array([0, *np.cumsum(num_new)], np.int32)
-        host = HostBatch(tables, starts, np.array([total for _, total in lengths], np.int32))
-        self.metadata = AttentionMetadata.of(np.array(slots, np.int64), host, CPU)
+        totals = np.array([total for _, total in lengths], np.int32)
+        self.arrays = np.array([slots], np.int64), tables[None], starts, totals
+        self.metadata = StepMetadata.of(*self.arrays, CPU)
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
@@ -95,7 +96,7 @@ class Batch:
 
     def expected(self) -> torch.Tensor:
         query, key, value = self._new
-        cache, metadata = self.cache(), self.metadata
+        cache, (metadata,) = self.cache(), self.metadata.groups
         reference.store_kv(key, value, cache.keys, cache.values, metadata.slot_mapping)
         places = (metadata.block_tables, metadata.query_start_loc, metadata.seq_lens)
         return reference.paged_attention(query, cache.keys, cache.values, *places, **self.spec.kernel_options(None))
@@ -122,6 +123,15 @@ class BackendContract:
         specs = [make_spec(**options) for options in (*self.layers.values(), *self.layers.values())]
         cases = [Batch(BATCHES["both"], spec) for spec in specs]
         layers = PagedLayers(specs, [one.cache() for one in cases], cases[0].metadata, self.make(specs[0]))
+        for case in cases:
+            torch.testing.assert_close(layers.attend_packed(*case._new), case.expected(), atol=2e-5, rtol=1e-4)
+
+    def test_groups_of_layers_have_tables_of_their_own(self) -> None:
+        specs = [make_spec(), make_spec(group=1)] * 2
+        cases = [Batch(BATCHES["both"], spec, seed=spec.group) for spec in specs]
+        slots, tables, starts, totals = zip(*(case.arrays for case in cases[:2]), strict=True)
+        metadata = StepMetadata.of(np.concatenate(slots), np.concatenate(tables), starts[0], totals[0], CPU)
+        layers = PagedLayers(specs, [one.cache() for one in cases], metadata, self.make(specs[0]))
         for case in cases:
             torch.testing.assert_close(layers.attend_packed(*case._new), case.expected(), atol=2e-5, rtol=1e-4)
 

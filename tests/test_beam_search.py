@@ -289,7 +289,7 @@ def test_impossible_parameters_are_refused(fields: dict[str, Any], message: str)
 
 def test_impossible_requests_are_refused_with_their_numbers() -> None:
     with make_llm(make_model("llama"), [PAD], num_gpu_blocks_override=16) as llm:
-        with pytest.raises(InvalidRequestError, match=r"beam_width=8 .* need room for 72 tokens, .* holds 64"):
+        with pytest.raises(InvalidRequestError, match=r"beam_width=8 .* need 18 blocks, .* holds 16"):
             llm.beam_search([1] * 8, BeamSearchParams(beam_width=8, max_tokens=8))
         assert len(llm.beam_search([1] * 8, BeamSearchParams(beam_width=7, max_tokens=8))[0].outputs) == 7
         with pytest.raises(InvalidRequestError, match="must be a BeamSearchParams"):

@@ -24,9 +24,10 @@ from helpers import (
     make_request,
     wait_until,
 )
-from helpers_crowd import CrowdedMachine
+from helpers_crowd import LAYOUTS, CrowdedMachine
 from paged_backend import BeamSearchParams, EngineDeadError, EngineError, InvalidRequestError, RequestTimeoutError
 from paged_backend.engine.beam_search import BeamSearch, Candidate
+from paged_backend.engine.kv_layout import Reach
 from paged_backend.engine.request import Request
 
 MAX_LEN = 16
@@ -82,15 +83,15 @@ class CrowdedBeams(CrowdedMachine):
     requests = CrowdedMachine.requests
 
     @initialize(
-        room=st.sampled_from([(16, 1), (20, 1), (8, 2), (11, 2), (4, 4), (6, 4)]),
+        reaches=st.sampled_from(LAYOUTS),
+        room=st.sampled_from([(0, 1), (4, 1), (0, 2), (3, 2), (0, 4), (2, 4)]),
         max_num_batched_tokens=st.integers(1, 24),
         max_num_seqs=st.integers(1, 6),
         enable_prefix_caching=st.sampled_from([True, True, False]),
         num_swap_blocks=st.sampled_from([0, 4, 100]),
     )
-    def make(self, room: tuple[int, int], **options: Any) -> None:
-        num_blocks, block_size = room
-        self.crowd(num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_LEN, **options)
+    def make(self, reaches: tuple[Reach, ...], room: tuple[int, int], **options: Any) -> None:
+        self.crowd(reaches, *room, max_model_len=MAX_LEN, **options)
 
     @rule(target=requests, options=searches())
     def search(self, options: dict[str, Any]) -> str:

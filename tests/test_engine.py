@@ -21,8 +21,9 @@ from helpers import (
     text_decoder,
     wait_until,
 )
-from helpers_crowd import CrowdedMachine
+from helpers_crowd import LAYOUTS, CrowdedMachine
 from paged_backend import EngineError, RepetitionDetection, RequestTimeoutError
+from paged_backend.engine.kv_layout import Reach
 from paged_backend.engine.request import Request
 
 MAX_LEN = 20
@@ -53,15 +54,15 @@ class CrowdedEngine(CrowdedMachine):
     requests = CrowdedMachine.requests
 
     @initialize(
-        room=st.sampled_from([(20, 1), (24, 1), (10, 2), (13, 2), (5, 4), (7, 4)]),
+        reaches=st.sampled_from(LAYOUTS),
+        room=st.sampled_from([(0, 1), (4, 1), (0, 2), (3, 2), (0, 4), (2, 4)]),
         max_num_batched_tokens=st.integers(1, 24),
         max_num_seqs=st.integers(1, 6),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         num_swap_blocks=st.sampled_from([0, 3, 8, 100]),
     )
-    def make(self, room: tuple[int, int], **options: Any) -> None:
-        num_blocks, block_size = room
-        self.crowd(num_blocks=num_blocks, block_size=block_size, max_model_len=MAX_LEN, **options)
+    def make(self, reaches: tuple[Reach, ...], room: tuple[int, int], **options: Any) -> None:
+        self.crowd(reaches, *room, max_model_len=MAX_LEN, **options)
 
     @rule(target=requests, workload=workloads(), num_copies=st.integers(1, 3))
     def add(self, workload: dict[str, Any], num_copies: int) -> Any:

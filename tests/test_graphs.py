@@ -24,7 +24,7 @@ from paged_backend import LLM, EngineConfig, LoRARequest, SamplingParams
 from paged_backend.model import decoder as decoder_module
 from paged_backend.model import lora as lora_module
 from paged_backend.model import packed_run as packed_run_module
-from paged_backend.model.attention import AttentionMetadata, BatchShape, LayerSpec, PagedLayers
+from paged_backend.model.attention import BatchShape, LayerSpec, PagedLayers, StepMetadata
 from paged_backend.model.attention_backends import TorchAttention, TritonAttention
 from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.graphs import DecodeGraphs, DecodeInputs, graph_sizes
@@ -34,6 +34,7 @@ from paged_backend.model.lora import AdapterSlots, AdapterStore, adapted
 from paged_kernels import add_low_rank
 
 VOCAB, BLOCK, MAX_BLOCKS = 50, 4, 9
+NUM_GROUPS, NUM_BLOCKS = 2, MAX_BLOCKS * 16
 FRESH = [torch.ones(VOCAB) for _ in range(3)]
 """A tensor for each time that a step is run."""
 PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=1, ignore_eos=True, logprobs=2)
@@ -61,15 +62,16 @@ class FakeGraphs:
 
 
 def make_inputs(*lengths: int, seed: int = 0) -> StepInputs:
-    """Sequences of so many tokens, each of which computes its newest one."""
+    """Sequences of so many tokens, each of which computes its newest one, with a table in either group of layers."""
     generator = np.random.default_rng(seed)
     widths = [-(-length // BLOCK) for length in lengths]
-    tables = np.zeros((len(lengths), max(widths)), np.int32)
-    blocks = generator.permutation(MAX_BLOCKS * 8)
-    for row, width in enumerate(widths):
-        tables[row, :width], blocks = blocks[:width], blocks[width:]
+    tables = np.zeros((NUM_GROUPS, len(lengths), max(widths)), np.int32)
+    blocks = generator.permutation(NUM_BLOCKS)
+    for group in tables:
+        for row, width in zip(group, widths, strict=True):
+            row[:width], blocks = blocks[:width], blocks[width:]
     last = np.array(lengths) - 1
-    slots = tables[np.arange(len(lengths)), last // BLOCK].astype(np.int64) * BLOCK + last % BLOCK
+    slots = tables[:, np.arange(len(lengths)), last // BLOCK].astype(np.int64) * BLOCK + last % BLOCK
     ids = generator.integers(0, VOCAB, len(lengths))
     rows = np.arange(len(lengths))
     starts = np.arange(len(lengths) + 1, dtype=np.int32)
@@ -84,6 +86,7 @@ def make_graphs(
         (fake or FakeGraphs()).capture,
         max_num_seqs=max_num_seqs,
         max_num_blocks=MAX_BLOCKS,
+        num_groups=NUM_GROUPS,
         vocab_size=VOCAB,
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -96,21 +99,21 @@ class Model:
     def __init__(self) -> None:
         self.decoder = FusedDecoder(make_model(vocab_size=VOCAB, pad_token_id=None, eos_token_id=None))
         spec = LayerSpec(2, 16, 16, 0.25, None, None, None)
-        self.specs = [spec] * 3
-        self.cache = allocate(self.specs, MAX_BLOCKS * 8, BLOCK, torch.float32, torch.device("cpu"))
+        self.specs = [spec, spec._replace(window=6, group=1), spec]
+        self.cache = allocate(self.specs, NUM_BLOCKS, BLOCK, torch.float32, torch.device("cpu"))
         for layer in self.cache:
             layer.keys.normal_()
             layer.values.normal_()
         self.attention: Any = TorchAttention(None)  # type: ignore[arg-type]
 
     def compute(self, inputs: DecodeInputs) -> Tensor:
-        num_rows, num_blocks = inputs.block_tables.shape
-        metadata = AttentionMetadata(
+        num_groups, num_rows, num_blocks = inputs.block_tables.shape
+        metadata = StepMetadata.shared(
             inputs.slot_mapping,
             inputs.block_tables,
             inputs.query_start_loc,
             inputs.seq_lens,
-            BatchShape(num_rows, 1, num_blocks * BLOCK),
+            [BatchShape(num_rows, 1, num_blocks * BLOCK)] * num_groups,
         )
         layers = PagedLayers(self.specs, self.cache, metadata, self.attention)
         return self.decoder.logits(self.decoder(layers, inputs.input_ids, inputs.positions, inputs.rows))
@@ -153,10 +156,16 @@ def test_padded_steps_give_the_logits_of_each_sequence_alone_and_write_one_slot_
     for seed, lengths in enumerate(steps):
         inputs = make_inputs(*lengths, seed=seed)
         step = functools.partial(graphs, inputs)
-        assert model.written(step) == set(inputs.slot_mapping.tolist())
+        assert model.written(step) == set(inputs.slot_mapping.flatten().tolist())
         logits = step().clone()
         for row in range(len(lengths)):
-            alone = StepInputs(*(array[row : row + 1] for array in inputs[:5]), inputs[5][:2], inputs[6][row : row + 1])
+            only = slice(row, row + 1)
+            alone = inputs._replace(
+                **{name: getattr(inputs, name)[only] for name in ("input_ids", "positions", "keep", "seq_lens")},
+                slot_mapping=inputs.slot_mapping[:, only],
+                block_tables=inputs.block_tables[:, only],
+                query_start_loc=inputs.query_start_loc[:2],
+            )
             torch.testing.assert_close(graphs(alone)[0], logits[row], atol=1e-5, rtol=1e-4)
     assert sum(fake.num_replays) >= len(steps)
 
@@ -258,7 +267,7 @@ def test_a_whole_decode_step_can_be_captured() -> None:
     "breaks, what",
     [
         (lambda inputs, logits: logits * int(inputs.seq_lens.max()), "waits for the device"),
-        (lambda inputs, logits: logits + logits[inputs.slot_mapping >= 0].sum(), "waits for the device"),
+        (lambda inputs, logits: logits + logits[inputs.slot_mapping[0] >= 0].sum(), "waits for the device"),
         (lambda inputs, logits: logits + torch.tensor([1.0]), "from the host"),
         (lambda inputs, logits: logits + FRESH.pop(), "inputs moved"),
         (lambda inputs, logits: logits.repeat(1 + int(inputs.seq_lens.numpy()[0]) % 2, 1)[:4], "operation"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from helpers_models import ARCHITECTURES, VOCAB_SIZE, make_model
+from helpers_models import ARCHITECTURES, VOCAB_SIZE, crowded, make_model
 from paged_backend import LLM, ModelError, RequestOutput, SamplingParams
 
 NUM_NEW = 14
@@ -18,7 +18,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "chunked": {"max_num_batched_tokens": 5},
-    "preempted": {"num_gpu_blocks_override": 15},
     "large blocks": {"block_size": 32},
     "no prefix cache": {"enable_prefix_caching": False},
 }
@@ -59,7 +58,8 @@ def test_every_setting_gives_the_tokens_of_generate(architecture: str) -> None:
     model = make_model(architecture)
     prompts = random_prompts(*LENGTHS)
     right = expected(model, prompts)
-    for name, settings in SETTINGS.items():
+    crowd = {"preempted": crowded(architecture, 15, max(LENGTHS) + NUM_NEW)}
+    for name, settings in (SETTINGS | crowd).items():
         with make_llm(model, **settings) as llm:
             assert token_ids(llm.generate(prompts, GREEDY)) == right, name
             if name == "roomy":

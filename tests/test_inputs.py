@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import make_request, make_scheduler
+from helpers_crowd import LAYOUTS
 from paged_backend import SpeculativeConfig
+from paged_backend.engine.kv_layout import Reach
 from paged_backend.engine.scheduler import ScheduledSequence
 from paged_backend.model.inputs import StepInputs, step_inputs
 
@@ -23,30 +25,34 @@ def check(inputs: StepInputs, scheduled: list[ScheduledSequence]) -> None:
         for position, token_id in enumerate(tokens, start=computed):
             ids.append(token_id)
             positions.append(position)
-            slots.append(sequence.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            blocks = [table.blocks[position // BLOCK_SIZE] for table in sequence.tables]
+            slots.append([block * BLOCK_SIZE + position % BLOCK_SIZE for block in blocks])
         keep += range(len(ids) - num_logits, len(ids))
         starts.append(len(ids))
     assert inputs.input_ids.tolist() == ids
     assert inputs.positions.tolist() == positions
-    assert inputs.slot_mapping.tolist() == slots
+    assert inputs.slot_mapping.T.tolist() == slots
     assert inputs.keep.tolist() == keep
     assert inputs.query_start_loc.tolist() == starts
     assert inputs.seq_lens.tolist() == [item.sequence.num_computed_tokens + item.num_tokens for item in scheduled]
-    assert [
-        row[: len(item.sequence.block_table)] for row, item in zip(inputs.block_tables.tolist(), scheduled, strict=True)
-    ] == [item.sequence.block_table.tolist() for item in scheduled]
+    for index, item in enumerate(scheduled):
+        tables = [table.blocks.tolist() for table in item.sequence.tables]
+        rows = inputs.block_tables[:, index].tolist()
+        assert [row[: len(table)] for row, table in zip(rows, tables, strict=True)] == tables
 
 
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 3), st.booleans()), min_size=1, max_size=6),
     max_num_batched_tokens=st.integers(6, 30),
     speculates=st.booleans(),
+    reaches=st.sampled_from(LAYOUTS),
 )
 def test_every_step_of_mixed_requests(
-    prompts: list[tuple[int, int, bool]], max_num_batched_tokens: int, speculates: bool
+    prompts: list[tuple[int, int, bool]], max_num_batched_tokens: int, speculates: bool, reaches: tuple[Reach, ...]
 ) -> None:
     scheduler = make_scheduler(
-        num_blocks=40,
+        num_blocks=40 * len(reaches),
+        reaches=reaches,
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=max_num_batched_tokens,
         speculation=SpeculativeConfig() if speculates else None,

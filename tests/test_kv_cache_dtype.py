@@ -8,15 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig
 
-from helpers_models import VOCAB_SIZE, make_model
+from helpers_models import VOCAB_SIZE, crowded, make_model
 from paged_backend import LLM, BeamSearchParams, ConfigError, EngineConfig, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 CROWDED: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 5},
-    "preempted": {"num_gpu_blocks_override": 15},
     "no prefix cache": {"enable_prefix_caching": False},
-    "blocks that no four tokens fill": {"block_size": 3, "num_gpu_blocks_override": 20},
+    "blocks that no four tokens fill": {"block_size": 3, "num_gpu_blocks_override": 40},
 }
 
 
@@ -39,7 +38,7 @@ def test_tokens_are_the_same_whatever_the_engine_does_to_get_there(architecture:
         together = llm.generate(work, GREEDY.replace(n=2))
         assert [[sample.token_ids for sample in output.outputs] for output in together] == [[x, x] for x in expected]
         assert together[5].num_cached_tokens >= 20
-    for name, options in CROWDED.items():
+    for name, options in (CROWDED | {"preempted": crowded(architecture, 15, 42)}).items():
         with make_llm(architecture, **options) as llm:
             assert [output.outputs[0].token_ids for output in llm.generate(work, GREEDY)] == expected, name
             stats = llm.stats()

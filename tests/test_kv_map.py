@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import EngineUnderTest, make_engine, make_llm, make_request
+from helpers_crowd import LAYOUTS
 from paged_backend import InvalidRequestError, KVMap, SamplingParams
+from paged_backend.engine.kv_layout import EVERYTHING, Reach
 from test_embeddings import make_encoder_llm
 
 PREFIX = list(range(1, 9))
@@ -31,9 +33,16 @@ def check_sums(shown: KVMap) -> None:
         assert num_filled <= num_held * stats.block_size
 
 
-@given(num_requests=st.integers(1, 12), max_cells=st.integers(1, 80), num_blocks=st.integers(8, 64))
-def test_the_map_agrees_with_the_pool_at_every_step(num_requests: int, max_cells: int, num_blocks: int) -> None:
-    engine = make_engine(num_blocks=num_blocks, max_num_seqs=4)
+@given(
+    num_requests=st.integers(1, 12),
+    max_cells=st.integers(1, 80),
+    num_blocks=st.integers(8, 64),
+    reaches=st.sampled_from(LAYOUTS),
+)
+def test_the_map_agrees_with_the_pool_at_every_step(
+    num_requests: int, max_cells: int, num_blocks: int, reaches: tuple[Reach, ...]
+) -> None:
+    engine = make_engine(num_blocks=num_blocks * len(reaches), max_num_seqs=4, reaches=reaches)
     crowd(engine, num_requests)
     while engine.engine.has_work:
         engine.step()
@@ -59,6 +68,19 @@ def test_blocks_are_marked_as_filled_shared_and_cached() -> None:
     free = engine.engine.kv_map(1000).cells
     assert not any(free.num_held) and set(free.owners) == {-1}
     assert [index for index, number in enumerate(free.num_cached) if number] == shared
+
+
+def test_groups_of_layers_fill_blocks_of_their_own_and_give_back_what_they_do_not_look_at() -> None:
+    engine = make_engine(reaches=(EVERYTHING, Reach(window=4)))
+    engine.add(make_request(range(1, 12), max_tokens=8))
+    engine.step()
+    assert sorted(filter(None, engine.engine.kv_map(1000).cells.num_filled_slots)) == [3, 3, 4, 4, 4, 4]
+    engine.step()
+    engine.step()
+    # 13 tokens, of which the next one sees the last three in the second group.
+    assert sorted(filter(None, engine.engine.kv_map(1000).cells.num_filled_slots)) == [1, 1, 4, 4, 4, 4]
+    (request,) = engine.engine.kv_map(1000).requests
+    assert request.num_blocks == 4 + 2
 
 
 def test_waste_is_the_share_of_empty_slots_in_held_blocks() -> None:

@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama with biases": {"attention_bias": True, "mlp_bias": True},
     "llama with gelu": {"hidden_act": "gelu_pytorch_tanh"},
     "mistral": {"sliding_window": 8},
+    "qwen2 with windows in some layers": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8},
     "qwen3": {},
 }
 ENGINES: dict[str, dict[str, Any]] = {

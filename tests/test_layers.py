@@ -53,6 +53,8 @@ SHARED = tuple(
 )
 # What a step's executors are handed.
 STEP = ("paged_backend.engine.request", "paged_backend.engine.scheduler")
+# Which layers share block tables, and what sequences take then.
+LAYOUT = "paged_backend.engine.kv_layout"
 
 RULES = (
     Rule("paged_kernels", forbidden=("paged_backend", "transformers", *ADAPTERS, *FRAMEWORKS, *WEB)),
@@ -67,13 +69,13 @@ RULES = (
     Rule(
         "paged_backend.model",
         forbidden=("paged_backend",),
-        allowed=("paged_backend.model", *SHARED, *STEP),
+        allowed=("paged_backend.model", *SHARED, *STEP, LAYOUT),
         unless_in=("paged_backend.model.self_check",),
     ),
     Rule(  # drives a real scheduler over its probe
         "paged_backend.model.self_check",
         forbidden=("paged_backend",),
-        allowed=("paged_backend.model", *SHARED, *STEP, "paged_backend.engine.kv_cache_manager"),
+        allowed=("paged_backend.model", *SHARED, *STEP, LAYOUT, "paged_backend.engine.kv_cache_manager"),
     ),
     Rule(
         "paged_backend.sampling",

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers import is_idle, logprob_of, make_engine, make_request
 from helpers import make_llm as make_fake_llm
-from helpers_models import BOS, VOCAB_SIZE, make_model, make_tokenizer
+from helpers_models import BOS, VOCAB_SIZE, crowded, make_model, make_tokenizer
 from paged_backend import LLM, InvalidRequestError, SamplingParams, ScoreOutput
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.scoring import Pair, pair_of
@@ -24,7 +24,6 @@ from paged_backend.scoring import Pair, pair_of
 SETTINGS: dict[str, dict[str, Any]] = {
     "roomy": {},
     "chunked": {"max_num_batched_tokens": 5},
-    "preempted": {"num_gpu_blocks_override": 16},
     "no prefix cache": {"enable_prefix_caching": False},
 }
 
@@ -64,7 +63,7 @@ def test_scores_are_the_models_log_probabilities_in_every_setting(architecture: 
     model = make_model(architecture)
     prompts = [random_ids(length, seed=length) for length in (1, 4, 22, 39)]
     continuations = [[random_ids(length, seed=10 * length) for length in (1, 3, 12)] for _ in prompts]
-    for name, settings in SETTINGS.items():
+    for name, settings in (SETTINGS | {"preempted": crowded(architecture, 16, 39 + 12)}).items():
         with make_llm(model, **settings) as llm:
             slow = SamplingParams(max_tokens=30, temperature=0, logits_processors=[take_time])
             others = [

@@ -20,6 +20,7 @@ from helpers import (
     make_request,
     text_decoder,
 )
+from helpers_crowd import LAYOUTS
 from helpers_models import make_model
 from paged_backend import (
     LLM,
@@ -32,6 +33,7 @@ from paged_backend import (
 )
 from paged_backend.engine.block_pool import BlockKey
 from paged_backend.engine.engine import Engine
+from paged_backend.engine.kv_layout import Reach
 from paged_backend.engine.ngram import NgramIndex
 from paged_backend.engine.output_processor import OutputProcessor
 from paged_backend.engine.request import Request
@@ -67,7 +69,8 @@ def make_sampling_engine(*, vocab_size: int = 6, scale: float = 3.0, **options: 
     engine = make_engine(decoder, **options)
     pool = engine.scheduler.kv_cache_manager.pool
     block_size = engine.scheduler.kv_cache_manager.block_size
-    engine.runner = LogitsRunner(vocab_size=vocab_size, scale=scale, num_blocks=pool.num_blocks, block_size=block_size)
+    sizes = {"vocab_size": vocab_size, "num_blocks": pool.num_blocks, "block_size": block_size}
+    engine.runner = LogitsRunner(scale=scale, reaches=engine.runner.reaches, **sizes)
     engine.engine = Engine(engine.runner, Sampler(vocab_size), engine.scheduler, OutputProcessor(decoder))
     return engine
 
@@ -109,15 +112,17 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
 
 @given(
     requests=st.lists(workloads(), min_size=1, max_size=4),
+    reaches=st.sampled_from(LAYOUTS),
     room=st.sampled_from([(44, 1), (24, 2), (12, 4), (16, 4), (64, 4)]),
     max_num_batched_tokens=st.sampled_from([1, 3, 8, 64]),
     max_num_seqs=st.integers(1, 6),
     enable_prefix_caching=st.booleans(),
 )
 def test_every_delta_is_what_it_is_without_speculation(
-    requests: list[dict[str, Any]], room: tuple[int, int], **options: Any
+    requests: list[dict[str, Any]], reaches: tuple[Reach, ...], room: tuple[int, int], **options: Any
 ) -> None:
-    options |= {"num_blocks": room[0], "block_size": room[1], "max_model_len": MAX_LEN}
+    options |= {"num_blocks": room[0] * len(reaches), "block_size": room[1], "max_model_len": MAX_LEN}
+    options["reaches"] = reaches
     engine = make_sampling_engine(speculation=SPECULATION, **options)
     published = PublishedTexts(engine)
     engine.run(*(make_request(**one) for one in requests))
@@ -144,6 +149,7 @@ class PublishedTexts:
     def __init__(self, engine: EngineUnderTest) -> None:
         self._engine = engine
         self._pool = engine.scheduler.kv_cache_manager.pool
+        self._block_size = engine.scheduler.kv_cache_manager.block_size
         self._text_of_prefix_id: dict[object, tuple[int, ...]] = {}
         self._block_of_key: dict[BlockKey, int] = {}
         self._publish, self._pool.publish = self._pool.publish, self._note  # type: ignore[method-assign]
@@ -151,7 +157,8 @@ class PublishedTexts:
     def _note(self, block: int, key: BlockKey) -> int:
         before, token_ids = key
         prefix_id = self._publish(block, key)
-        self._text_of_prefix_id[prefix_id] = self._text_of_prefix_id.get(before, ()) + token_ids
+        if not isinstance(token_ids, int):  # the number of another group, which holds the same tokens
+            self._text_of_prefix_id[prefix_id] = self._text_of_prefix_id.get(before, ()) + token_ids
         self._block_of_key[key] = block
         return prefix_id
 
@@ -162,7 +169,10 @@ class PublishedTexts:
             assert any(text[: len(published)] == published for text in texts)
         for key, block in self._block_of_key.items():
             if (found := self._pool.find(key)) is not None and found.block == block:
-                assert tuple(self._engine.runner.slots[block]) == key[1]
+                group, token_ids = 0, key[1]
+                if isinstance(token_ids, int):
+                    group, token_ids = token_ids, self._text_of_prefix_id[key[0]][-self._block_size :]
+                assert self._engine.runner.slots[block] == [(group, token_id) for token_id in token_ids]
 
 
 def test_a_guess_is_never_published_before_it_is_known_to_be_right() -> None:

@@ -11,6 +11,7 @@ from helpers_models import make_model
 from paged_backend import LLM, ConfigError, EngineConfig, SamplingParams
 from paged_backend.engine import request as engine_request
 from paged_backend.engine.kv_cache_manager import KVCacheManager
+from paged_backend.engine.kv_layout import Reach
 from paged_backend.engine.request import Request
 
 
@@ -153,7 +154,7 @@ def test_changed_weights_make_what_was_swapped_worthless() -> None:
 
 
 def test_blocks_behind_the_window_are_neither_swapped_nor_brought_back() -> None:
-    manager = KVCacheManager(5, 4, window=6, num_swap_blocks=5)
+    manager = KVCacheManager(5, 4, reaches=[Reach(window=6)], num_swap_blocks=5)
     sequence = computed(manager, list(range(17)))
     assert manager.allocate_slots(sequence, 1) == []  # three blocks are behind the window of the next token
     swaps = manager.begin_step()

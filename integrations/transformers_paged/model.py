@@ -175,8 +175,7 @@ class PagedGenerate:
                 self._close()
             if self._llm is None or self._llm.is_closed:
                 self._llm = LLM.shared(model, tokenizer, **config)
-                num_slots = self._llm.stats().num_blocks * self._llm.config.block_size
-                self._room = min(self._llm.max_model_len, num_slots)
+                self._room = self._llm.stats().max_sequence_len
             if change is not Change.NOTHING:
                 self._llm.reset_prefix_cache()  # others may have used it before
             return self._llm

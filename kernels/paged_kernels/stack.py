@@ -109,6 +109,8 @@ class AttentionOfLayer:
     window: int | None
     chunk: int | None
     softcap: float | None
+    group: int = 0
+    """Of the places of a step, which are its."""
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -129,7 +131,8 @@ class StackOptions:
 
 
 class StepPlaces(Protocol):
-    """Where the T tokens of a step are, as `store_kv` and `paged_attention` take it."""
+    """Where the T tokens of a step are, as `store_kv` and `paged_attention` take it, but with slots [G, T] and tables
+    [G, S, most blocks] for layers of G groups."""
 
     @property
     def slot_mapping(self) -> Tensor: ...
@@ -230,13 +233,13 @@ class LayerStack:
         like, norm_like, angle_like, _, *tile_types = self._likes(x, cos)
         tensors, qkv = self._attention[0].tensors, self._layers[0].qkv
         keys, values, *scales = (cpu.NO_SCALES if tensor is None else array_of(tensor) for tensor in tensors)
-        slots, *tables = _arrays(places)
+        slots, tables, *lengths = _arrays(places)
         norm = (like, 0, 0, 0, norm_like, 0, 0, 0.0, 0.0, False, 0, 0)
         rotation = (like, (0, 0, 0, 0), (0, 0, 0, 0), angle_like, (0, 0, 0), False, 0, 0)
         gate = (like, 0, 0, 0, 0.0, 0.0, 0, 0)
-        heads = (like, 0, 0, keys, values, *scales, *tables, _empty(x, 3), *tile_types)
+        heads = (like, 0, 0, keys, values, *scales, tables[0], *lengths, _empty(x, 3), *tile_types)
         stores = cpu.store if tensors[2] is None else cpu.quantize
-        stored = (keys, slots) if tensors[2] is None else (keys, scales[0], slots)
+        stored = (keys, slots[0]) if tensors[2] is None else (keys, scales[0], slots[0])
         multiply = packed.multiply if isinstance(qkv.weight, PackedWeight) else gemm.multiply
         return Kernels(
             address_of(fused.norm_rows, *norm),
@@ -281,7 +284,7 @@ def _row(layer: LayerWeights, attention: AttentionOfLayer) -> list[int]:
     for matrix in layer.matrices:
         tensors += matrix.tensors
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return [*addresses, attention.window or 0, attention.chunk or 0]
+    return [*addresses, attention.window or 0, attention.chunk or 0, attention.group]
 
 
 def _empty(like: Tensor, num_dimensions: int = 1) -> NDArray[Any]:

@@ -16,10 +16,10 @@ from paged_kernels.compiled import array_at, compile_kernel
 from paged_kernels.native import call
 from paged_kernels.vector import pointer
 
-# The table has a row for each layer, of addresses and of the last two.
+# The table has a row for each layer, of addresses and of the last three.
 _ATTENTION_NORM, _Q_NORM, _K_NORM, _MLP_NORM, _KEYS, _VALUES, _KEY_SCALES, _VALUE_SCALES = range(8)
 _QKV, _OUTPUT, _GATE_UP, _DOWN = range(8, 20, 3)  # weights, scales, bias
-_WINDOW, _CHUNK = 20, 21
+_WINDOW, _CHUNK, _GROUP = 20, 21, 22
 
 
 class Kernels(NamedTuple):
@@ -111,14 +111,14 @@ def run_layers(
 ) -> None:
     qkv, output, gate_up, down = operations
     cos, sin, last_norm = others
-    residual, num_rows = buffers.residual, len(places[0])
+    residual, num_rows = buffers.residual, places[0].shape[1]
     for i in range(len(table)):
         layer = table[i]
         _norm(kernels, likes, sizes, options, residual, buffers, layer[_ATTENTION_NORM], i > 0, num_rows)
         _multiply(kernels, types, options, buffers.normed, layer, _QKV, qkv, buffers.qkv, num_rows)
         _norm_heads(kernels, likes, sizes, options, buffers.qkv, layer, num_rows)
         _rotate(kernels, likes, sizes, options, buffers.qkv, cos, sin, num_rows)
-        _store(kernels, likes, scales_like, sizes, buffers.qkv, layer, places[0])
+        _store(kernels, likes, scales_like, sizes, buffers.qkv, layer, places[0][layer[_GROUP]])
         _attend(kernels, likes, sizes, options, buffers, layer, factors[i], places)
         heads = buffers.heads
         if i == len(table) - 1:
@@ -249,14 +249,14 @@ def _attend(
     places: tuple[NDArray[Any], ...],
 ) -> None:
     slots, tables, starts, lengths = places
-    num_tokens, size = len(slots), sizes.head
+    num_tokens, size, table = slots.shape[1], sizes.head, tables[layer[_GROUP]]
     query = array_at(buffers.qkv, 0, (num_tokens - 1) * sizes.token + sizes.num_heads * size, likes.x)
     keys = numba.carray(pointer(layer[_KEYS], likes.cache), (*sizes.blocks, size))
     values = numba.carray(pointer(layer[_VALUES], likes.cache), (*sizes.blocks, sizes.value_head))
     key_scales = numba.carray(pointer(layer[_KEY_SCALES], cpu.NO_SCALES), sizes.scale_blocks)
     value_scales = numba.carray(pointer(layer[_VALUE_SCALES], cpu.NO_SCALES), sizes.scale_blocks)
     out = numba.carray(pointer(buffers.heads, likes.x), (num_tokens, sizes.num_heads, sizes.value_head))
-    batch = (query, sizes.token, size, keys, values, key_scales, value_scales, tables, starts, lengths, out)
+    batch = (query, sizes.token, size, keys, values, key_scales, value_scales, table, starts, lengths, out)
     likes_of_tiles = (likes.numbers, likes.units)
     visible = (factors[0], layer[_WINDOW], layer[_CHUNK], factors[1])
     nothing = (cpu.NO_HEADS, cpu.NO_HEADS)

@@ -6,9 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-BlockKey = tuple[object, tuple[int, ...]]
+BlockKey = tuple[object, tuple[int, ...] | int]
 """(what comes before the block, the block's own tokens). What comes before is the prefix id of the block before it or,
-for the first block, whatever separates prompts that must not share (the cache salt, the LoRA adapter).
+for the first block, whatever separates prompts that must not share (the cache salt, the LoRA adapter). Groups of layers
+beside the first one know a block by (the prefix id of the first one's block of the same tokens, the group's number).
 
 The dictionary compares whole keys, and a prefix id is never given twice. So, unlike a chain of hashes, two different
 prompts can never meet in one key, whatever Python's `hash` does."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from paged_backend.engine.block_pool import BlockKey, BlockPool, CachedBlock
-from paged_backend.engine.request import Sequence, SwappedBlocks
+from paged_backend.engine.kv_layout import EVERYTHING, UNLIMITED, KVLayout, Reach
+from paged_backend.engine.request import BlockTable, Sequence, SwappedBlocks
 
 _ALL = sys.maxsize
 """As if all blocks that there will ever be were published."""
@@ -31,26 +33,28 @@ class Swaps(NamedTuple):
 
 
 class _Publication(NamedTuple):
-    """A block that a step was scheduled to fill, and whose it is."""
+    """The blocks, one per group, that a step was scheduled to fill with the same tokens, and whose they are."""
 
-    block: int
+    blocks: list[int]
     sequence: Sequence
     place: int
-    """In the sequence's table."""
+    """In the sequence's tables."""
     prefix_id: int | None
     """What is before the block."""
 
 
 class KVCacheManager:
-    """Keeps every sequence's block table.
+    """Keeps every sequence's block tables, one per group of layers.
 
     A table covers at least the sequence's computed tokens. Blocks another sequence may read are never written: a
     sequence whose next slot lies in a shared block gets a copy of it first. Only full blocks are published, as soon as
     a step is scheduled to fill them, so that requests that arrive together share them; if that step fails,
     `unpublish_step` takes them back.
 
-    With a `window`, a token looks at that many only, itself included, in every layer. Blocks behind the windows of all
-    tokens to come are given back; the table keeps their ids, which nobody reads.
+    `reaches` says how far back the tokens of each group look. Blocks that no token to come looks at are given back; the
+    table keeps their ids, which nobody reads. A prefix is found if the first group has all of it, and each other one
+    what is looked at from its end. Of a group that does not look back without limit a new sequence gets no more than
+    what it looks at and `max_step_tokens`, the most tokens of a step, and with that it can get to its end.
 
     With `num_swap_blocks` blocks of host memory, a preempted sequence has its computed tokens there until the step that
     it is admitted in again is computed; if they do not fit, they are computed again.
@@ -62,11 +66,13 @@ class KVCacheManager:
         block_size: int,
         *,
         enable_prefix_caching: bool = True,
-        window: int | None = None,
+        reaches: Iterable[Reach] = (EVERYTHING,),
+        max_step_tokens: int = UNLIMITED,
         num_swap_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
-        self._window = window
+        self.layout = KVLayout(tuple(reaches), block_size, max_step_tokens)
+        self._limited = [(group, reach) for group, reach in enumerate(self.layout.reaches) if reach.is_limited]
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
         self.swap_pool = BlockPool(num_swap_blocks)
@@ -74,6 +80,8 @@ class KVCacheManager:
         self.num_hit_tokens = 0
         self.num_swaps = 0
         """Preempted sequences that went to host memory."""
+        self._may_share_last = False
+        """Whether somebody has forked, and maybe not written to blocks of its own since."""
         self._published_in_step: list[_Publication] = []
         self._swaps = Swaps([], [])
         self._returned: list[Sequence] = []
@@ -81,8 +89,8 @@ class KVCacheManager:
 
     @property
     def num_slots(self) -> int:
-        """How many tokens the whole cache holds."""
-        return self.pool.num_blocks * self.block_size
+        """How many tokens of one sequence the whole cache holds."""
+        return self.layout.longest(self.pool.num_blocks)
 
     def begin_step(self) -> Swaps:
         """Returns what will hold the step's swaps, once all of it is scheduled."""
@@ -99,31 +107,35 @@ class KVCacheManager:
 
     def unpublish_step(self) -> None:
         """The step failed: nobody may find the blocks it was to fill, and nobody has published them."""
-        for block, sequence, place, prefix_id in reversed(self._published_in_step):
-            self.pool.unpublish(block)
+        for blocks, sequence, place, prefix_id in reversed(self._published_in_step):
+            for block in blocks:
+                self.pool.unpublish(block)
             sequence.num_published_blocks, sequence.prefix_id = place, prefix_id
         self._published_in_step.clear()
 
     def admit(self, sequence: Sequence) -> bool:
-        """Give a sequence without blocks a table for all its tokens; False, and nothing changed, if they do not fit.
+        """Give a sequence without blocks tables for all its tokens; False, and nothing changed, if they do not fit.
 
         Blocks of a known prefix are shared and count as computed; what else it has in host memory comes back.
         """
-        assert not sequence.block_table
+        assert not sequence.tables
         hits = self._match_prefix(sequence)
-        swapped = sequence.swapped
-        num_dropped = 0
-        if swapped is not None and len(hits) < swapped.num_dropped_blocks:
-            hits, num_dropped = [], swapped.num_dropped_blocks
-        num_new = -(-sequence.num_tokens // self.block_size) - num_dropped - len(hits)
-        num_free_hits = sum(self.pool.ref_count(hit.block) == 0 for hit in hits)
-        if num_new > self.pool.num_free - num_free_hits:
+        tables = self._tables_of(hits)
+        start, swapped = len(hits) * self.block_size, sequence.swapped
+        if swapped is not None and swapped.num_computed_tokens > start:
+            start = swapped.num_computed_tokens
+            for table, host_table in zip(tables, swapped.tables, strict=True):
+                table.drop(host_table.num_dropped)
+        lengths = [self.layout.num_blocks_to_start(reach, start, sequence.num_tokens) for reach in self.layout.reaches]
+        num_new = sum(lengths) - sum(len(table.blocks) for table in tables)
+        found = [block for table in tables for block in table.held]
+        if num_new > self.pool.num_free - sum(self.pool.ref_count(block) == 0 for block in found):
             return False
-        for hit in hits:
-            self.pool.share(hit.block)
-        sequence.block_table = array("i", [0] * num_dropped + [hit.block for hit in hits])
-        sequence.block_table.extend(self.pool.allocate() for _ in range(num_new))
-        sequence.num_dropped_blocks = num_dropped
+        for block in found:
+            self.pool.share(block)
+        for table, length in zip(tables, lengths, strict=True):
+            self._extend(table, length)
+        sequence.tables = tables
         sequence.num_computed_tokens = len(hits) * self.block_size
         sequence.num_published_blocks = len(hits)
         sequence.prefix_id = hits[-1].prefix_id if hits else None
@@ -131,33 +143,37 @@ class KVCacheManager:
             self.num_queried_tokens += sequence.num_tokens
             self.num_hit_tokens += sequence.num_computed_tokens
         if swapped is not None:
-            self._swap_in(sequence, swapped, num_dropped + len(hits))
+            self._swap_in(sequence, swapped, len(hits))
         return True
 
     def allocate_slots(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
         """Room for the next `num_tokens` tokens of a running sequence; None, and nothing taken, if there is none.
 
-        Returns the copy (if any) that must be made before they are written.
+        Returns the copies (if any) that must be made before they are written.
         """
-        if self._window is not None:
-            self._drop_blocks_behind(sequence, sequence.num_computed_tokens - self._window + 1)
-        first, table = sequence.num_computed_tokens, sequence.block_table
+        if self._limited:
+            self._drop_blocks_behind(sequence)
+        first, tables, pool = sequence.num_computed_tokens, sequence.tables, self.pool
         end = first + num_tokens
-        num_new = -(-end // self.block_size) - len(table)
-        index = first // self.block_size
-        is_shared = index < len(table) and self.pool.ref_count(table[index]) > 1
-        if num_new <= 0 and not is_shared:
-            sequence.block_end = self._block_end(sequence, end)
-            return []
-        if max(num_new, 0) + is_shared > self.pool.num_free:
+        index, num_blocks = first // self.block_size, -(-end // self.block_size)
+        num_new = 0
+        shared: list[array[int]] = []
+        for table in tables:
+            length = len(table.blocks)
+            num_new += max(0, num_blocks - length)
+            if index < length and pool.ref_count(table.blocks[index]) > 1:
+                shared.append(table.blocks)
+        if num_new + len(shared) > pool.num_free:
             return None
         copies = []
-        if is_shared:
-            copy = BlockCopy(table[index], self.pool.allocate())
-            self.pool.release([copy.source])
-            table[index] = copy.target
+        for blocks in shared:
+            copy = BlockCopy(blocks[index], pool.allocate())
+            pool.release([copy.source])
+            blocks[index] = copy.target
             copies.append(copy)
-        table.extend(self.pool.allocate() for _ in range(num_new))
+        if num_new:
+            for table in tables:
+                self._extend(table, num_blocks)
         sequence.block_end = self._block_end(sequence, end)
         return copies
 
@@ -166,17 +182,19 @@ class KVCacheManager:
 
         Only free blocks are taken, and nobody can find them; `trim` gives back what is left of them after the step.
         """
-        first, table = sequence.num_computed_tokens + num_tokens, sequence.block_table
-        num_fitting = min(num_drafts, (len(table) + self.pool.num_free) * self.block_size - first)
-        num_new = -(-(first + num_fitting) // self.block_size) - len(table)
-        table.extend(self.pool.allocate() for _ in range(num_new))
+        first, tables = sequence.num_computed_tokens + num_tokens, sequence.tables
+        num_blocks = min(len(table.blocks) for table in tables) + self.pool.num_free // len(tables)
+        num_fitting = min(num_drafts, num_blocks * self.block_size - first)
+        for table in tables:
+            self._extend(table, -(-(first + num_fitting) // self.block_size))
         return num_fitting
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks past the sequence's computed tokens."""
         num_kept = -(-sequence.num_computed_tokens // self.block_size)
-        self.pool.release(reversed(sequence.block_table[num_kept:]))
-        del sequence.block_table[num_kept:]
+        for table in sequence.tables:
+            self.pool.release(reversed(table.blocks[num_kept:]))
+            del table.blocks[num_kept:]
         sequence.block_end = 0
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
@@ -184,9 +202,15 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         for index in range(sequence.num_published_blocks, num_tokens // self.block_size):
-            block = sequence.block_table[index]
-            self._published_in_step.append(_Publication(block, sequence, index, sequence.prefix_id))
-            sequence.prefix_id = self.pool.publish(block, self._key(sequence, index, sequence.prefix_id))
+            first, *others = sequence.tables
+            blocks = [first.blocks[index]]
+            self._published_in_step.append(_Publication(blocks, sequence, index, sequence.prefix_id))
+            prefix_id = self.pool.publish(blocks[0], self._key(sequence, index, sequence.prefix_id))
+            for group, table in enumerate(others, 1):
+                if index >= table.num_dropped:
+                    blocks.append(table.blocks[index])
+                    self.pool.publish(table.blocks[index], (prefix_id, group))
+            sequence.prefix_id = prefix_id
             sequence.num_published_blocks = index + 1
 
     def forget_prefixes(self, running: Iterable[Sequence], unfinished: Iterable[Sequence] = ()) -> None:
@@ -202,8 +226,8 @@ class KVCacheManager:
         """The child shares all of the parent's blocks; whoever writes to a shared one first gets a copy."""
         for block in parent.held_blocks:
             self.pool.share(block)
-        child.block_table = parent.block_table[:]
-        child.num_dropped_blocks = parent.num_dropped_blocks
+        self._may_share_last = True
+        child.tables = [table.copy() for table in parent.tables]
         parent.block_end = child.block_end = 0
         child.model_state = None if parent.model_state is None else parent.model_state.copy()
         child.num_computed_tokens = parent.num_computed_tokens
@@ -211,18 +235,18 @@ class KVCacheManager:
 
     def preempt(self, sequence: Sequence) -> None:
         """Take the sequence's blocks; what it has computed goes to host memory, if there is room."""
-        first, num_computed = sequence.num_dropped_blocks, sequence.num_computed_tokens
-        sources = sequence.block_table[first : -(-num_computed // self.block_size)]
+        self._drop_blocks_behind(sequence)
+        num_blocks = -(-sequence.num_computed_tokens // self.block_size)
+        sources = [table.blocks[table.num_dropped : num_blocks] for table in sequence.tables]
         swapped: SwappedBlocks | None = None
-        if 0 < len(sources) <= self.swap_pool.num_free and sequence.num_published_blocks != _ALL:
+        if 0 < sum(map(len, sources)) <= self.swap_pool.num_free and sequence.num_published_blocks != _ALL:
             swapped = SwappedBlocks(
-                blocks=array("i", [self.swap_pool.allocate() for _ in sources]),
-                num_dropped_blocks=first,
-                num_computed_tokens=num_computed,
+                tables=[self._swap_out(table.num_dropped, num_blocks) for table in sequence.tables],
+                num_computed_tokens=sequence.num_computed_tokens,
                 num_published_blocks=sequence.num_published_blocks,
                 prefix_id=sequence.prefix_id,
             )
-            self._swaps.outs.extend(map(BlockCopy, sources, swapped.blocks))
+            self._swaps.outs.extend(map(BlockCopy, itertools.chain(*sources), swapped.blocks))
             self.num_swaps += 1
         self.free(sequence)
         sequence.swapped = swapped
@@ -241,49 +265,75 @@ class KVCacheManager:
     def withdraw(self, sequence: Sequence) -> None:
         """Take the blocks that the sequence was admitted with, last block first, so that the start of a shared prefix
         outlives its end; what it has in host memory stays."""
-        self.pool.release(reversed(sequence.held_blocks))
-        sequence.block_table = array("i")
+        for table in sequence.tables:
+            self.pool.release(reversed(table.held))
+        sequence.tables = []
         sequence.model_state = None
-        sequence.num_computed_tokens = sequence.num_published_blocks = 0
-        sequence.num_dropped_blocks = sequence.block_end = 0
+        sequence.num_computed_tokens = sequence.num_published_blocks = sequence.block_end = 0
+
+    def _swap_out(self, first: int, end: int) -> BlockTable:
+        """Host memory for the blocks from the first one to the end."""
+        return BlockTable(array("i", [0] * first + [self.swap_pool.allocate() for _ in range(first, end)]), first)
 
     def _swap_in(self, sequence: Sequence, swapped: SwappedBlocks, first: int) -> None:
-        """Let it go on after the tokens that were computed; its blocks before `first` have them already."""
+        """Let it go on after the tokens that were computed; what it has before its block `first` is there already."""
         self._returned.append(sequence)
         if swapped.num_computed_tokens <= sequence.num_computed_tokens:
             return
-        skipped = first - swapped.num_dropped_blocks
-        targets = sequence.block_table[first:]
-        self._swaps.ins.extend(map(BlockCopy, swapped.blocks[skipped:], targets))  # which are as many or more
+        for table, host_table in zip(sequence.tables, swapped.tables, strict=True):
+            start = max(first, host_table.num_dropped)
+            # The host's are as many or less.
+            self._swaps.ins.extend(map(BlockCopy, host_table.blocks[start:], table.blocks[start:]))
         sequence.num_computed_tokens = swapped.num_computed_tokens
-        if sequence.num_dropped_blocks:
+        if swapped.tables[0].num_dropped > first:
             sequence.num_published_blocks, sequence.prefix_id = swapped.num_published_blocks, swapped.prefix_id
 
-    def _drop_blocks_behind(self, sequence: Sequence, position: int) -> None:
-        """Nobody will look at the sequence's tokens before this position."""
-        end = max(sequence.num_dropped_blocks, position // self.block_size)
-        self.pool.release(reversed(sequence.block_table[sequence.num_dropped_blocks : end]))
-        sequence.num_dropped_blocks = end
+    def _extend(self, table: BlockTable, num_blocks: int) -> None:
+        """To at least so many blocks."""
+        table.blocks.extend([self.pool.allocate() for _ in range(len(table.blocks), num_blocks)])
 
-    def num_unused_slots(self, sequences: Iterable[Sequence]) -> int:
+    def _drop_blocks_behind(self, sequence: Sequence) -> None:
+        """Give back what none of the sequence's next tokens will look at."""
+        for group, reach in self._limited:
+            table = sequence.tables[group]
+            end = reach.first_visible(sequence.num_computed_tokens) // self.block_size
+            if end > table.num_dropped:
+                self.pool.release(reversed(table.blocks[table.num_dropped : end]))
+                table.num_dropped = end
+
+    def num_unused_slots(self, sequences: Collection[Sequence]) -> int:
         """Slots of these sequences' blocks that hold nothing: what paging wastes. A block that samples share counts
-        once."""
-        size, ref_count = self.block_size, self.pool.ref_count
-        num_unused = 0
-        shared: dict[int, int] = {}
+        once. `sequences` are all that have blocks."""
+        num_groups = len(self.layout.reaches)
+        if num_groups == 1:
+            num_blocks = sum([len(sequence.tables[0].blocks) for sequence in sequences])
+        else:
+            num_blocks = sum([len(table.blocks) for sequence in sequences for table in sequence.tables])
+        num_computed = sum([sequence.num_computed_tokens for sequence in sequences])
+        num_unused = num_blocks * self.block_size - num_computed * num_groups
+        return num_unused - self._num_unused_again(sequences) if self._may_share_last else num_unused
+
+    def _num_unused_again(self, sequences: Iterable[Sequence]) -> int:
+        """Unused slots that more than one of the sequences has, each time but the first."""
+        seen: set[int] = set()
+        num_again = 0
         for sequence in sequences:
-            table = sequence.block_table
-            unused = len(table) * size - sequence.num_computed_tokens
-            if unused and ref_count(table[-1]) > 1:
-                shared[table[-1]] = unused
-            else:
-                num_unused += unused
-        return num_unused + sum(shared.values())
+            last = sequence.tables[0].blocks[-1]
+            num_slots = sum(len(table.blocks) for table in sequence.tables) * self.block_size
+            num_unused = num_slots - sequence.num_computed_tokens * len(sequence.tables)
+            if num_unused and self.pool.ref_count(last) > 1:
+                num_again += num_unused if last in seen else 0
+                seen.add(last)
+        self._may_share_last = bool(seen)
+        return num_again
 
     def _block_end(self, sequence: Sequence, position: int) -> int:
-        """Where the block ends that this position is in, or 0 if the sequence's table does not reach it."""
+        """Where the blocks end that this position is in, or 0 if some of the sequence's tables do not reach it."""
         index = position // self.block_size
-        return (index + 1) * self.block_size if index < len(sequence.block_table) else 0
+        for table in sequence.tables:
+            if index >= len(table.blocks):
+                return 0
+        return (index + 1) * self.block_size
 
     def _num_findable(self, sequence: Sequence) -> int:
         """How many tokens may come from the cache: those before the first one of which more is needed than it holds."""
@@ -293,14 +343,50 @@ class KVCacheManager:
         return sequence.num_tokens - 1 if first_needed is None else first_needed
 
     def _match_prefix(self, sequence: Sequence) -> list[CachedBlock]:
-        """Known blocks of the sequence's prefix."""
+        """Known blocks of the sequence's prefix in the first group, as many as all groups can go on from."""
         hits: list[CachedBlock] = []
         for index in range(self._num_findable(sequence) // self.block_size):
             hit = self.pool.find(self._key(sequence, index, hits[-1].prefix_id if hits else None))
             if hit is None:
                 break
             hits.append(hit)
-        return hits
+        return hits[: self._num_agreed(hits)]
+
+    def _num_agreed(self, hits: list[CachedBlock]) -> int:
+        """How many of these blocks of the first group there are such that each other group has what is looked at after
+        them."""
+        num_blocks = len(hits)
+        others = list(enumerate(self.layout.reaches))[1:]
+        known_from = {group: num_blocks for group, _ in others}
+        """Between these and `num_blocks` a group has them all: no block is looked for twice."""
+        is_agreed = False
+        while not is_agreed:
+            is_agreed = True
+            for group, reach in others:
+                index = min(known_from[group], num_blocks)
+                first = self._first_visible_block(reach, num_blocks)
+                while index > first and self.pool.find((hits[index - 1].prefix_id, group)) is not None:
+                    index -= 1
+                if index > first:
+                    num_blocks, is_agreed = index - 1, False
+                known_from[group] = index
+        return num_blocks
+
+    def _first_visible_block(self, reach: Reach, num_blocks: int) -> int:
+        """The first one that is looked at by the token after so many blocks."""
+        return reach.first_visible(num_blocks * self.block_size) // self.block_size
+
+    def _tables_of(self, hits: list[CachedBlock]) -> list[BlockTable]:
+        """Of a sequence that goes on from these blocks of the first group, and what other groups have for them."""
+        tables = []
+        for group, reach in enumerate(self.layout.reaches):
+            first = self._first_visible_block(reach, len(hits))
+            found = hits[first:]
+            if group:
+                others = [self.pool.find((hit.prefix_id, group)) for hit in found]
+                found = [hit for hit in others if hit is not None]
+            tables.append(BlockTable(array("i", [0] * first + [hit.block for hit in found]), first))
+        return tables
 
     def _key(self, sequence: Sequence, index: int, prefix_id: int | None) -> BlockKey:
         """The key of the block at `index`; `prefix_id` stands for what is before it, None at the start."""

@@ -105,12 +105,13 @@ def _held_blocks(scheduler: Scheduler, num_touched: int) -> tuple[list[int], lis
     owners, num_filled_slots = [NOBODY] * num_touched, [0] * num_touched
     for sequence in scheduler.running:
         _, number, _ = sequence.order
-        num_left = sequence.num_computed_tokens - sequence.num_dropped_blocks * block_size
-        for block in sequence.held_blocks:
-            if owners[block] == NOBODY:
-                owners[block] = number
-            num_filled_slots[block] = max(num_filled_slots[block], min(num_left, block_size))
-            num_left = max(0, num_left - block_size)
+        for table in sequence.tables:
+            num_left = sequence.num_computed_tokens - table.num_dropped * block_size
+            for block in table.held:
+                if owners[block] == NOBODY:
+                    owners[block] = number
+                num_filled_slots[block] = max(num_filled_slots[block], min(num_left, block_size))
+                num_left = max(0, num_left - block_size)
     return owners, num_filled_slots
 
 

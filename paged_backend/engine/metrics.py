@@ -24,6 +24,11 @@ class EngineStats:
     """Sequences waiting for room, preempted ones among them."""
     num_blocks: int = 0
     block_size: int = 0
+    """Tokens of a block."""
+    num_layer_groups: int = 0
+    """Each has blocks of its own for the same tokens, if the model's layers look back differently far."""
+    max_sequence_len: int = 0
+    """Most tokens of one sequence: the model's limit, or what the KV cache holds."""
     num_free_blocks: int = 0
     """Blocks that nobody holds; cached ones among them."""
     num_cached_blocks: int = 0
@@ -120,6 +125,8 @@ class EngineMetrics:
             num_waiting=len(scheduler.waiting),
             num_blocks=manager.pool.num_blocks,
             block_size=manager.block_size,
+            num_layer_groups=len(manager.layout.reaches),
+            max_sequence_len=scheduler.max_len,
             num_free_blocks=manager.pool.num_free,
             num_cached_blocks=manager.pool.num_cached,
             num_evictions=manager.pool.num_evictions,

@@ -158,28 +158,55 @@ class Request:
         return 0 if self.pooling is not None and self.pooling.needs_every_token else self.first_logits
 
 
+@dataclasses.dataclass(slots=True)
+class BlockTable:
+    """A sequence's blocks in one group of layers, in the order of its tokens.
+
+    The first `num_dropped` ones it does not hold any more, since nothing will look at them again: they may be any.
+    """
+
+    blocks: array[int]
+    num_dropped: int = 0
+
+    @property
+    def held(self) -> array[int]:
+        return self.blocks[self.num_dropped :] if self.num_dropped else self.blocks
+
+    def copy(self) -> BlockTable:
+        return BlockTable(self.blocks[:], self.num_dropped)
+
+    def drop(self, num_blocks: int) -> None:
+        """The first ones are of no use, whether it has got to them or not."""
+        self.blocks.extend([0] * (num_blocks - len(self.blocks)))
+        self.num_dropped = max(self.num_dropped, num_blocks)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedBlocks:
     """What a preempted sequence had computed, in blocks of host memory, and what was known of it."""
 
-    blocks: array[int]
-    """The host's, of its table from `num_dropped_blocks` on, as far as its tokens were computed."""
-    num_dropped_blocks: int
+    tables: list[BlockTable]
+    """Of the host's blocks, as far as its tokens were computed."""
     num_computed_tokens: int
     num_published_blocks: int
     prefix_id: int | None
+
+    @property
+    def blocks(self) -> list[int]:
+        """All that it holds in host memory."""
+        return [block for table in self.tables for block in table.held]
 
 
 class Sequence:
     """One sample or beam of a request: its tokens, and how far their keys and values are computed.
 
-    `block_table` has a slot for each of the first `num_computed_tokens` tokens; the rest is still to be computed.
+    `tables`, one per group of layers, have a slot for each of the first `num_computed_tokens` tokens that is still
+    looked at; the rest is still to be computed.
     Only the first sequence of a request computes the prompt; the others fork from it and hold nothing until then.
     """
 
     __slots__ = (
         "block_end",
-        "block_table",
         "candidates",
         "draft_token_ids",
         "drafter",
@@ -189,7 +216,6 @@ class Sequence:
         "model_state",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_dropped_blocks",
         "num_pending_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
@@ -204,6 +230,7 @@ class Sequence:
         "status",
         "stop_reason",
         "swapped",
+        "tables",
         "token_ids",
     )
 
@@ -217,9 +244,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache when the request was first admitted."""
-        self.block_table = array("i")
-        self.num_dropped_blocks = 0
-        """The first ones in the table that it does not hold any more, since nothing will look at them again."""
+        self.tables: list[BlockTable] = []
+        """None while it waits."""
         self.block_end = 0
         """While its tokens end before this position, they go into a block of its own, and do not fill it: they need
         nothing of the KV-cache manager, who says so. 0: ask."""
@@ -275,9 +301,9 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def held_blocks(self) -> array[int]:
-        """Its blocks, without those that it has given back already."""
-        return self.block_table[self.num_dropped_blocks :]
+    def held_blocks(self) -> list[int]:
+        """Its blocks in all groups, without those that it has given back already."""
+        return [block for table in self.tables for block in table.held]
 
     @property
     def is_parked(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paged_backend.beam_search_params import BeamSearchParams
+from paged_backend.engine.kv_layout import KVLayout
 from paged_backend.engine.request import NO_MARKUP, Markup, Request
 from paged_backend.errors import InvalidRequestError
 from paged_backend.fields import is_finite
@@ -31,9 +32,10 @@ class Limits:
     vocab_size: int
     max_model_len: int
     num_slots: int
-    """Tokens the whole KV cache holds."""
-    block_size: int = 1
-    """Tokens per block."""
+    """Most tokens of one sequence that the KV cache holds."""
+    layout: KVLayout | None = None
+    num_blocks: int = 0
+    """Of the KV cache, if there is one."""
     max_logprobs: int
     eos_token_ids: frozenset[int]
     embedding: EmbeddingSupport | None = None
@@ -209,14 +211,14 @@ class RequestFactory:
     def _check_beams(self, num_prompt_tokens: int, max_tokens: int, beam_width: int) -> None:
         """Refuses beams that do not fit in the cache together; the full blocks of their prompt are shared."""
         limits = self._limits
-        num_shared = num_prompt_tokens // limits.block_size * limits.block_size
-        num_blocks_each = -(-(num_prompt_tokens + max_tokens - num_shared) // limits.block_size)
-        num_needed = num_shared + beam_width * num_blocks_each * limits.block_size
-        if num_needed > limits.num_slots:
+        if limits.layout is None:
+            return
+        num_needed = limits.layout.num_blocks_for_beams(num_prompt_tokens, max_tokens, beam_width)
+        if num_needed > limits.num_blocks:
             raise InvalidRequestError(
                 f"beam_width={beam_width} beams of {num_prompt_tokens} prompt tokens, which they share, and up to "
-                f"{max_tokens} new ones each need room for {num_needed} tokens, but the KV cache holds "
-                f"{limits.num_slots}; lower beam_width or max_tokens, or raise kv_cache_memory"
+                f"{max_tokens} new ones each need {num_needed} blocks, but the KV cache holds {limits.num_blocks}; "
+                "lower beam_width or max_tokens, or raise kv_cache_memory"
             )
 
     def _check_params(self, params: SamplingParams) -> None:

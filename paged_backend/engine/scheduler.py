@@ -100,6 +100,7 @@ class Scheduler:
         max_adapters: int | None = None,
         speculator: Speculator | None = None,
     ) -> None:
+        assert max_num_batched_tokens <= kv_cache_manager.layout.max_step_tokens
         self.kv_cache_manager = kv_cache_manager
         self.max_num_seqs = max_num_seqs
         self.budget = StepBudget(max_num_batched_tokens)
@@ -161,8 +162,8 @@ class Scheduler:
                 num_tokens = min(num_tokens, most - output.num_tokens)
             end = sequence.num_computed_tokens + num_tokens
             if end >= sequence.block_end:
-                if num_pending:  # whose block before this one was not known when it was filled
-                    self.kv_cache_manager.publish(sequence, sequence.num_computed_tokens)
+                # What a token filled that was not known then, before the sequence may give it back.
+                self.kv_cache_manager.publish(sequence, sequence.num_computed_tokens)
                 copies = self.kv_cache_manager.allocate_slots(sequence, num_tokens)
                 if copies is None:
                     if self._are_tokens_pending():
@@ -299,7 +300,7 @@ class Scheduler:
                 self.kv_cache_manager.trim(sequence)
             sequence.block_end = 0
             has_more = sequence.model_state is not None or sequence.request.pooling is not None
-            if has_more or not targets.isdisjoint(sequence.block_table):
+            if has_more or not targets.isdisjoint(sequence.held_blocks):
                 self.kv_cache_manager.free(sequence)
             elif sequence in admitted:
                 self.kv_cache_manager.withdraw(sequence)

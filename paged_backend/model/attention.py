@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from paged_backend.errors import ModelError
-from paged_backend.model.attention_backends import AttentionBackend
+from paged_backend.model.attention_backends import AttentionBackend, StepAttention
 from paged_backend.model.latents import LatentShape, latent_shape
 from paged_kernels import reference
 from paged_kernels.transfers import to_device
@@ -43,6 +43,8 @@ class LayerSpec(NamedTuple):
     latent: LatentShape | None = None
     """Keys and values are kept as latents: one head, keys of which the values are the first part."""
     has_sinks: bool = False
+    group: int = 0
+    """Whose block tables it uses."""
 
     @property
     def is_stored(self) -> bool:
@@ -75,7 +77,7 @@ class BatchShape(NamedTuple):
 
 
 class HostBatch(NamedTuple):
-    """The arrays of AttentionMetadata, where no device has to be waited for."""
+    """What AttentionMetadata holds, where no device has to be waited for."""
 
     block_tables: npt.NDArray[np.int32]
     query_start_loc: npt.NDArray[np.int32]
@@ -90,7 +92,8 @@ class HostBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the tokens of one step are. T tokens of S sequences, packed one sequence after the other."""
+    """Where the tokens of one step are for the layers of one group. T tokens of S sequences, packed one sequence after
+    the other."""
 
     slot_mapping: Tensor
     """[T] int64: where each token's key and value go."""
@@ -102,6 +105,8 @@ class AttentionMetadata:
     """[S] int32: tokens of each sequence so far, those of this step included."""
     batch: HostBatch | BatchShape
     """Only its shape where a graph is captured, which knows no requests."""
+    group: int = 0
+    """Its number."""
 
     @property
     def shape(self) -> BatchShape:
@@ -112,10 +117,51 @@ class AttentionMetadata:
         assert isinstance(self.batch, HostBatch)
         return self.batch
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """Where the tokens of one step are, for the layers of all G groups; see AttentionMetadata."""
+
+    slot_mapping: Tensor
+    """[G, T]"""
+    block_tables: Tensor
+    """[G, S, most blocks]"""
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    groups: list[AttentionMetadata]
+    """The same for each of them."""
+
     @classmethod
-    def of(cls, slot_mapping: npt.NDArray[np.int64], host: HostBatch, device: torch.device) -> Self:
-        tables, starts, lengths = (to_device(array, device) for array in host)
-        return cls(to_device(slot_mapping, device), tables, starts, lengths, host)
+    def of(
+        cls,
+        slot_mapping: npt.NDArray[np.int64],
+        block_tables: npt.NDArray[np.int32],
+        query_start_loc: npt.NDArray[np.int32],
+        seq_lens: npt.NDArray[np.int32],
+        device: torch.device,
+    ) -> Self:
+        slots, tables, starts, lengths = (
+            to_device(array, device) for array in (slot_mapping, block_tables, query_start_loc, seq_lens)
+        )
+        batches = [HostBatch(table, query_start_loc, seq_lens) for table in block_tables]
+        return cls.shared(slots, tables, starts, lengths, batches)
+
+    @classmethod
+    def shared(
+        cls,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        batches: Sequence[HostBatch | BatchShape],
+    ) -> Self:
+        """Of tensors on the device, and what is known of each group on the host."""
+        others = query_start_loc, seq_lens
+        groups = [
+            AttentionMetadata(slot_mapping[group], block_tables[group], *others, batch, group)
+            for group, batch in enumerate(batches)
+        ]
+        return cls(slot_mapping, block_tables, *others, groups)
 
 
 class AttentionLayers(Protocol):
@@ -178,12 +224,12 @@ class PagedLayers:
         self,
         specs: list[LayerSpec],
         kv_cache: list[LayerCache],
-        metadata: AttentionMetadata,
+        metadata: StepMetadata,
         backend: AttentionBackend,
     ) -> None:
         self.metadata = metadata
-        self._step = backend.step(metadata)
-        self._layers = zip(specs, kv_cache, strict=True)
+        steps = [backend.step(group) for group in metadata.groups]
+        self._layers = zip(specs, kv_cache, [steps[spec.group] for spec in specs], strict=True)
         self._latents: tuple[Tensor, Tensor] | None = None
 
     def update(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,29 +238,36 @@ class PagedLayers:
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         # Sinks are a parameter of the model, which may be trained or moved, so they are read at each call.
-        spec, cache = next(self._layers)
+        spec, cache, step = next(self._layers)
         batch_size, _, num_tokens, _ = query.shape
         if spec.latent is None:
-            out = self._attend(spec, cache, _packed(query), _packed(key), _packed(value), _sinks(options))
+            out = _attend(spec, cache, step, _packed(query), _packed(key), _packed(value), _sinks(options))
             return out.view(batch_size, num_tokens, *out.shape[1:])
         assert self._latents is not None
         query, key = spec.latent.absorb(module, query, *self._latents)
-        out = self._attend(spec, cache, _packed(query), _packed(key), None, _sinks(options))
+        out = _attend(spec, cache, step, _packed(query), _packed(key), None, _sinks(options))
         return spec.latent.expand(module, out.view(batch_size, num_tokens, *out.shape[1:]))
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """query [T, H, D], key [T, K, D], value [T, K, Dv] -> [T, H, Dv]; sinks [H]."""
-        return self._attend(*next(self._layers), query, key, value, sinks)
+        return _attend(*next(self._layers), query, key, value, sinks)
 
-    def _attend(
-        self, spec: LayerSpec, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor | None, sinks: Tensor | None
-    ) -> Tensor:
-        if spec.is_stored:
-            if cache.key_scales is None:  # some models compute rotary positions, and so keys, in float32
-                dtype = cache.keys.dtype
-                key, value = key.to(dtype), None if value is None else value.to(dtype)
-            self._step.store(cache, key, value)
-        return self._step.attend(spec, cache, query, sinks)
+
+def _attend(
+    spec: LayerSpec,
+    cache: LayerCache,
+    step: StepAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    if spec.is_stored:
+        if cache.key_scales is None:  # some models compute rotary positions, and so keys, in float32
+            dtype = cache.keys.dtype
+            key, value = key.to(dtype), None if value is None else value.to(dtype)
+        step.store(cache, key, value)
+    return step.attend(spec, cache, query, sinks)
 
 
 def _packed(heads: Tensor) -> Tensor:

@@ -260,7 +260,7 @@ class _FlashInferStep(_LibraryStep):
         self, metadata: AttentionMetadata, wrapper_for: Callable[[tuple[Any, ...]], Any], needs: Needs
     ) -> None:
         super().__init__(metadata)
-        self._wrapper_for, self._needs = wrapper_for, needs
+        self._wrapper_for, self._needs, self._group = wrapper_for, needs, metadata.group
         host, size = metadata.host, needs.block_size
         nums_blocks = -(-host.seq_lens // size)
         is_held = np.arange(host.block_tables.shape[1]) < nums_blocks[:, None]
@@ -280,7 +280,7 @@ class _FlashInferStep(_LibraryStep):
 
     def _plan(self, options: tuple[Any, ...]) -> Any:
         num_heads, num_kv_heads, head_size, scale, window, softcap = options
-        wrapper = self._wrapper_for(options)
+        wrapper = self._wrapper_for((self._group, *options))
         wrapper.plan(
             *self._batch,
             num_heads,

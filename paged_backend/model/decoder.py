@@ -173,7 +173,8 @@ class FusedDecoder:
 def _attention_of(spec: LayerSpec, cache: LayerCache) -> AttentionOfLayer:
     keys, values, key_scales, value_scales = cache
     assert values is not None
-    return AttentionOfLayer(keys, values, key_scales, value_scales, spec.scale, spec.window, spec.chunk, spec.softcap)
+    visible = spec.scale, spec.window, spec.chunk, spec.softcap
+    return AttentionOfLayer(keys, values, key_scales, value_scales, *visible, spec.group)
 
 
 def _normed(norm: _Norm | None, heads: Tensor) -> Tensor:

@@ -20,17 +20,17 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class DecodeInputs(NamedTuple):
-    """A padded step of B sequences with one token each, in memory that stays where it is."""
+    """A padded step of B sequences with one token each, for layers in G groups, in memory that stays where it is."""
 
     input_ids: Tensor
-    """[B] int64, as the next two"""
+    """[B] int64, as the next one"""
     positions: Tensor
     slot_mapping: Tensor
-    """-1 in the padding"""
+    """[G, B] int64; -1 in the padding"""
     seq_lens: Tensor
     """[B] int32; 0 in the padding"""
     block_tables: Tensor
-    """[B, W] int32"""
+    """[G, B, W] int32"""
     query_start_loc: Tensor
     """[B + 1] int32: 0 to B"""
     rows: Tensor
@@ -61,6 +61,7 @@ class DecodeGraphs:
         *,
         max_num_seqs: int,
         max_num_blocks: int,
+        num_groups: int,
         vocab_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -69,10 +70,10 @@ class DecodeGraphs:
         have."""
         self._compute, self._capture = compute, capture
         self._sizes = graph_sizes(min(max_num_seqs, _MOST_SEQUENCES))
-        self._max_num_blocks = max_num_blocks
+        self._max_num_blocks, self._num_groups = max_num_blocks, num_groups
         most = self._sizes[-1]
         is_cuda = device.type == "cuda"
-        nums = {torch.int64: 3 * most, torch.int32: most + most * max_num_blocks}
+        nums = {torch.int64: (2 + num_groups) * most, torch.int32: most + num_groups * most * max_num_blocks}
         self._on_host = [torch.zeros(num, dtype=dtype, pin_memory=is_cuda) for dtype, num in nums.items()]
         self._on_device = [torch.zeros_like(tensor, device=device) for tensor in self._on_host]
         self._numbers = torch.arange(most, device=device)
@@ -98,7 +99,7 @@ class DecodeGraphs:
         """Logits [S, V], which stay what they are until what the next call launches; `drawn` as for `known`.
 
         Of variants other than 0, only the last one is kept."""
-        num_seqs, width = inputs.block_tables.shape
+        _, num_seqs, width = inputs.block_tables.shape
         num_rows = self.num_rows(num_seqs)
         num_blocks = min(1 << (width - 1).bit_length(), self._max_num_blocks)
         self._fill(inputs, num_rows, num_blocks)
@@ -113,21 +114,21 @@ class DecodeGraphs:
         for tensor in (*self._on_host, *self._on_device):
             tensor.zero_()
         num_rows = self._sizes[-1]
-        self._on_device[0][2 * num_rows : 3 * num_rows] = -1
+        self._on_device[0][2 * num_rows :] = -1
         self._compute_into_logits(_Size(num_rows, self._max_num_blocks, 0))
 
     def _fill(self, inputs: StepInputs, num_rows: int, num_blocks: int) -> None:
-        num_seqs, width = inputs.block_tables.shape
+        num_groups, num_seqs, width = inputs.block_tables.shape
         if self._is_copied is not None:
             self._is_copied.synchronize()  # the copy of the step before, which that step began with
         wide, narrow = (tensor.numpy() for tensor in self._on_host)
-        wide, narrow = wide[: 3 * num_rows], narrow[: num_rows * (1 + num_blocks)]
+        wide, narrow = wide[: (2 + num_groups) * num_rows], narrow[: num_rows * (1 + num_groups * num_blocks)]
         wide[: 2 * num_rows], wide[2 * num_rows :] = 0, -1
-        for start, values in enumerate((inputs.input_ids, inputs.positions, inputs.slot_mapping)):
+        for start, values in enumerate((inputs.input_ids, inputs.positions, *inputs.slot_mapping)):
             wide[start * num_rows : start * num_rows + num_seqs] = values
         narrow[:] = 0
         narrow[:num_seqs] = inputs.seq_lens
-        narrow[num_rows:].reshape(num_rows, num_blocks)[:num_seqs, :width] = inputs.block_tables
+        narrow[num_rows:].reshape(num_groups, num_rows, num_blocks)[:, :num_seqs, :width] = inputs.block_tables
         for to, source, num in zip(self._on_device, self._on_host, (len(wide), len(narrow)), strict=True):
             to[:num].copy_(source[:num], non_blocking=True)
         if self._is_copied is not None:
@@ -168,14 +169,14 @@ class DecodeGraphs:
         self._logits[: size.num_rows].copy_(logits)
 
     def _views(self, num_rows: int, num_blocks: int) -> DecodeInputs:
-        wide, narrow = self._on_device
-        input_ids, positions, slot_mapping = wide[: 3 * num_rows].view(3, num_rows)
+        (wide, narrow), num_groups = self._on_device, self._num_groups
+        rows = wide[: (2 + num_groups) * num_rows].view(-1, num_rows)
         return DecodeInputs(
-            input_ids,
-            positions,
-            slot_mapping,
+            rows[0],
+            rows[1],
+            rows[2:],
             narrow[:num_rows],
-            narrow[num_rows : num_rows * (1 + num_blocks)].view(num_rows, num_blocks),
+            narrow[num_rows : num_rows * (1 + num_groups * num_blocks)].view(num_groups, num_rows, num_blocks),
             self._starts[: num_rows + 1],
             self._numbers[:num_rows],
         )

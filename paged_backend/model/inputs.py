@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paged_backend.engine.request import BlockTable
 from paged_backend.engine.scheduler import ScheduledSequence
 
 Ints32 = npt.NDArray[np.int32]
@@ -25,9 +26,9 @@ class StepInputs(NamedTuple):
     keep: Ints64
     """[R]: where in the pack the tokens are whose logits are wanted."""
     slot_mapping: Ints64
-    """[T]: where each token's key and value go."""
+    """[G, T]: where each token's key and value go, in each of G groups of layers."""
     block_tables: Ints32
-    """[S, most blocks], padded with 0."""
+    """[G, S, most blocks], padded with 0."""
     query_start_loc: Ints32
     """[S + 1]: where each sequence's tokens begin in the pack."""
     seq_lens: Ints32
@@ -36,13 +37,14 @@ class StepInputs(NamedTuple):
 
 def step_inputs(scheduled: list[ScheduledSequence], block_size: int) -> StepInputs:
     """The arrays of a step. What is done sequence by sequence costs a large batch most: hence one plain loop."""
-    starts, lengths, nums_logits, token_ids = [], [], [], list[int]()
+    starts, lengths, nums_logits, tables, token_ids = [], [], [], [], list[int]()
     for item in scheduled:
         sequence, num_tokens, num_logits = item
         first = sequence.num_computed_tokens
         starts.append(first)
         lengths.append(num_tokens)
         nums_logits.append(num_logits)
+        tables.append(sequence.tables)
         if num_tokens == 1:
             token_ids.append(sequence.pending_id if sequence.num_pending_tokens else sequence.token_ids[first])
         else:
@@ -51,18 +53,20 @@ def step_inputs(scheduled: list[ScheduledSequence], block_size: int) -> StepInpu
     ends = lengths_.cumsum()
     query_start_loc = np.zeros(len(scheduled) + 1, np.int32)
     query_start_loc[1:] = ends
-    block_tables = _block_tables(scheduled)
+    block_tables = _block_tables(tables)
     if len(token_ids) == len(scheduled):  # each of them computes one
         rows, positions = np.arange(len(scheduled)), starts_
     else:
         rows, positions = np.repeat(np.arange(len(scheduled)), lengths_), _ranges(starts_, lengths_)
     blocks, offsets = np.divmod(positions, block_size)
+    slot_mapping = block_tables[:, rows, blocks] * np.int64(block_size)
+    slot_mapping += offsets
     nums_kept = np.array(nums_logits, np.int64)
     return StepInputs(
         input_ids=np.array(token_ids, np.int64),
         positions=positions,
         keep=ends - 1 if (nums_kept == 1).all() else _ranges(ends - nums_kept, nums_kept),
-        slot_mapping=block_tables[rows, blocks] * np.int64(block_size) + offsets,
+        slot_mapping=slot_mapping,
         block_tables=block_tables,
         query_start_loc=query_start_loc,
         seq_lens=(starts_ + lengths_).astype(np.int32),
@@ -90,17 +94,18 @@ def decodes_first(scheduled: list[ScheduledSequence]) -> tuple[list[ScheduledSeq
     return [scheduled[index] for index in order], _ranges(starts, nums_logits)
 
 
-def _block_tables(scheduled: list[ScheduledSequence]) -> Ints32:
-    """The sequences' tables [S, most blocks], padded with 0; their memory is joined, not read number by number."""
-    tables = [item.sequence.block_table for item in scheduled]
+def _block_tables(of_sequences: list[list[BlockTable]]) -> Ints32:
+    """The sequences' tables [G, S, most blocks], padded with 0; their memory is joined, not read number by number."""
+    num_groups = len(of_sequences[0])
+    tables = [tables[group].blocks for group in range(num_groups) for tables in of_sequences]
     lengths = np.array([len(table) for table in tables])
     joined = np.frombuffer(bytearray().join(tables), np.int32)
     width = int(lengths.max())
-    if len(joined) == len(tables) * width:
-        return joined.reshape(len(tables), width)
-    padded = np.zeros((len(tables), width), np.int32)
-    padded[np.arange(width) < lengths[:, None]] = joined
-    return padded
+    if len(joined) != len(tables) * width:
+        padded = np.zeros((len(tables), width), np.int32)
+        padded[np.arange(width) < lengths[:, None]] = joined
+        joined = padded
+    return joined.reshape(num_groups, len(of_sequences), width)
 
 
 def _ranges(starts: Ints64, lengths: Ints64) -> Ints64:

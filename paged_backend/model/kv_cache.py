@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import psutil
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.config import EngineConfig
+from paged_backend.engine.kv_layout import KVLayout
 from paged_backend.errors import ConfigError
 from paged_backend.model.huge_pages import ask_for_huge_pages
 
@@ -78,27 +79,32 @@ def storage_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return dtype if config.kv_cache_dtype == "auto" else _STORAGE[config.kv_cache_dtype]
 
 
-def block_bytes(specs: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+def token_bytes(specs: Iterable[KVShape], dtype: torch.dtype) -> int:
+    """What these layers keep of one token."""
     of_head = _SCALE.itemsize if dtype in _SCALED else 0
-    per_token = 0
+    num_bytes = 0
     for spec in specs:
         if spec.is_stored:
             sizes = [spec.head_size, *([spec.value_head_size] if spec.has_own_values else [])]
-            per_token += spec.num_kv_heads * sum(size * dtype.itemsize + of_head for size in sizes)
-    return per_token * block_size
+            num_bytes += spec.num_kv_heads * sum(size * dtype.itemsize + of_head for size in sizes)
+    return num_bytes
 
 
 def num_blocks_for(
-    config: EngineConfig, bytes_per_block: int, max_model_len: int, device: torch.device, *, step_bytes: int = 0
+    config: EngineConfig,
+    layout: KVLayout,
+    bytes_per_block: int,
+    max_model_len: int,
+    device: torch.device,
+    *,
+    step_bytes: int = 0,
 ) -> int:
     """How many blocks the cache gets: what the memory holds beside the largest step, which takes `step_bytes`, but no
     more than the largest batch can use.
 
     Raises ConfigError, with the numbers, if the machine lacks the memory asked for, or if it holds no sequence.
     """
-    blocks_per_sequence = -(-max_model_len // config.block_size)
-    num_useful = blocks_per_sequence * config.max_num_seqs
+    num_useful = layout.num_blocks_for(max_model_len) * config.max_num_seqs
     available = available_memory(device)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
@@ -115,18 +121,29 @@ def num_blocks_for(
             f"kv_cache_memory={config.kv_cache_memory!r}: a KV cache of {needed / _GIB:.2f} GiB ({num_blocks} blocks) "
             f"does not fit in the {available / _GIB:.2f} GiB that are free on {device}{beside}; lower it{way_out}"
         )
-    if num_blocks < 2:
+    num_groups = len(layout.reaches)
+    num_least = 2 * num_groups
+    if num_blocks < num_least:
+        asked = "kv_cache_memory" if config.num_gpu_blocks_override is None else "num_gpu_blocks_override"
         raise ConfigError(
-            f"kv_cache_memory={config.kv_cache_memory!r} holds {num_blocks} blocks of {config.block_size} tokens "
-            f"({bytes_per_block} bytes each){beside}; it must hold at least 2, which take {2 * bytes_per_block} bytes"
+            f"{asked}={getattr(config, asked)!r} holds {num_blocks} blocks of {config.block_size} tokens "
+            f"({bytes_per_block} bytes each){beside}; it must hold at least {num_least}"
+            + (f", 2 for each of {num_groups} groups of layers" if num_groups > 1 else "")
+            + f", which take {num_least * bytes_per_block} bytes"
         )
     return num_blocks
 
 
 def allocate(
-    specs: Sequence[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    specs: Sequence[KVShape],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    places: Sequence[int] | None = None,
 ) -> list[LayerCache]:
-    """The cache of each layer, not initialised; that of a layer that shares another one's is the same."""
+    """The cache of each layer, not initialised. That of a layer that shares another one's is the same, and so are those
+    of layers with the same place, if places are given."""
 
     def pages(num_heads: int, size: int) -> tuple[Tensor, Tensor | None]:
         slots = (num_blocks, num_heads, block_size)
@@ -142,10 +159,13 @@ def allocate(
         values, value_scales = pages(spec.num_kv_heads, spec.value_head_size)
         return LayerCache(keys, values, key_scales, value_scales)
 
-    layers: list[LayerCache] = []
-    for spec in specs:
-        layers.append(cache(spec) if spec.source is None else layers[spec.source])
-    return layers
+    if places is None:
+        places = [index if spec.source is None else spec.source for index, spec in enumerate(specs)]
+    caches: dict[int, LayerCache] = {}
+    for spec, place in zip(specs, places, strict=True):
+        if place not in caches:
+            caches[place] = cache(spec)
+    return [caches[place] for place in places]
 
 
 def available_memory(device: torch.device | str = "auto") -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import paged_kernels
 from paged_backend.config import EngineConfig
-from paged_backend.engine.request import Request
+from paged_backend.engine.request import BlockTable, Request
 from paged_backend.engine.scheduler import ScheduledSequence, SchedulerOutput
 from paged_backend.sampling_params import SamplingParams
 
@@ -28,7 +28,7 @@ def largest_lengths(config: EngineConfig, max_model_len: int) -> list[int]:
     return lengths
 
 
-def largest_step(lengths: list[int], vocab_size: int, block_size: int) -> SchedulerOutput:
+def largest_step(lengths: list[int], vocab_size: int, block_size: int, num_groups: int) -> SchedulerOutput:
     """All of them in the same blocks, from the first one on, since nobody looks at what they compute."""
     table = array("i", range(-(-max(lengths) // block_size)))
     output = SchedulerOutput(num_tokens=sum(lengths))
@@ -41,7 +41,7 @@ def largest_step(lengths: list[int], vocab_size: int, block_size: int) -> Schedu
             seed=0,
         )
         (sequence,) = request.sequences
-        sequence.block_table = table[: -(-length // block_size)]
+        sequence.tables = [BlockTable(table[: -(-length // block_size)])] * num_groups
         output.scheduled.append(ScheduledSequence(sequence, length, 1))
     return output
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from paged_backend.config import EngineConfig
+from paged_backend.engine.kv_layout import KVLayout
 from paged_backend.errors import ConfigError, PagedBackendError
 from paged_backend.model import kv_cache
 
@@ -49,6 +50,7 @@ def meter_of(device: torch.device) -> DeviceMeter | None:
 
 def room_for(
     config: EngineConfig,
+    layout: KVLayout,
     block_bytes: int,
     state_bytes: int,
     max_model_len: int,
@@ -60,8 +62,8 @@ def room_for(
     besides pages, `state_bytes` each, takes half of the memory at most: it limits how many may run at once."""
     block_bytes = max(1, block_bytes)  # a model without attention needs blocks only to count by
     if not state_bytes:
-        num_blocks = kv_cache.num_blocks_for(config, block_bytes, max_model_len, device, step_bytes=step_bytes)
-        return Room(num_blocks, config.max_num_seqs)
+        needs = layout, block_bytes, max_model_len, device
+        return Room(kv_cache.num_blocks_for(config, *needs, step_bytes=step_bytes), config.max_num_seqs)
     memory = kv_cache.memory_for(config, device, step_bytes)
     num_states = min(int(memory * _STATES_SHARE) // state_bytes, config.max_num_seqs)
     if num_states < 1:
@@ -70,7 +72,8 @@ def room_for(
             f"one takes {state_bytes} bytes; raise it"
         )
     rest = dataclasses.replace(config, kv_cache_memory=memory - num_states * state_bytes, max_num_seqs=num_states)
-    return Room(kv_cache.num_blocks_for(rest, block_bytes, max_model_len, device, step_bytes=step_bytes), num_states)
+    needs = layout, block_bytes, max_model_len, device
+    return Room(kv_cache.num_blocks_for(rest, *needs, step_bytes=step_bytes), num_states)
 
 
 def is_out_of_memory(error: Exception) -> bool:

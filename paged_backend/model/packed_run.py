@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -13,19 +14,18 @@ from paged_backend.engine.scheduler import SchedulerOutput
 from paged_backend.errors import ModelError
 from paged_backend.model.attention import (
     AttentionLayers,
-    AttentionMetadata,
     BatchShape,
-    HostBatch,
     LayerRecorder,
     LayerSpec,
     PagedLayers,
+    StepMetadata,
     attention_layers,
 )
 from paged_backend.model.attention_backends import AttentionBackend
 from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.graphs import DecodeGraphs, DecodeInputs, cuda_capture
 from paged_backend.model.inputs import StepInputs, known
-from paged_backend.model.kv_cache import LayerCache
+from paged_backend.model.kv_cache import KVShape, LayerCache
 from paged_backend.model.linear import unpack_projections
 from paged_backend.model.lora import AdapterSlots, LoadedAdapter, StepAdapters, adapted
 from paged_backend.model.model_call import ModelCall
@@ -75,13 +75,14 @@ class PackedRun:
         self._forward(recorder, ids, positions, positions)
         if not recorder.specs:
             raise ModelError("its attention is code of its own")
-        self._specs = recorder.specs
         self._has_latents = any(spec.latent is not None for spec in recorder.specs)
         unpack_projections(self._model)
         return recorder.specs
 
-    def attach(self, kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
-        """These are the pages, and who attends to them."""
+    def attach(self, specs: Sequence[KVShape], kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
+        """These are the layers, as `record` has returned them but for their groups, their pages, and who attends to
+        them."""
+        self._specs = cast("list[LayerSpec]", specs)
         self._kv_cache, self._attention = kv_cache, attention
         self._stack_layers()
 
@@ -98,7 +99,7 @@ class PackedRun:
             self._slots = AdapterSlots(config.max_loras, self._model.dtype, self._device)
             self._captured_decoder = adapted(self.decoder, self._model, self._slots)
 
-    def make_graphs(self, config: EngineConfig, max_model_len: int, block_size: int) -> None:
+    def make_graphs(self, config: EngineConfig, max_model_len: int, block_size: int, num_groups: int) -> None:
         """For steps of the fused decoder, where device and attention know graphs."""
         self.graphs = None
         capture = None if config.enforce_eager else cuda_capture(self._device)
@@ -109,13 +110,13 @@ class PackedRun:
         def compute(inputs: DecodeInputs, layout: int) -> Tensor:
             decoder = self._captured_decoder if layout else plain
             assert decoder is not None
-            num_rows, num_blocks = inputs.block_tables.shape
-            metadata = AttentionMetadata(
+            num_groups, num_rows, num_blocks = inputs.block_tables.shape
+            metadata = StepMetadata.shared(
                 inputs.slot_mapping,
                 inputs.block_tables,
                 inputs.query_start_loc,
                 inputs.seq_lens,
-                BatchShape(num_rows, 1, num_blocks * block_size),
+                [BatchShape(num_rows, 1, num_blocks * block_size)] * num_groups,
             )
             layers = PagedLayers(self._specs, self._kv_cache, metadata, attention)
             return decoder.logits(decoder(layers, inputs.input_ids, inputs.positions, inputs.rows))
@@ -125,6 +126,7 @@ class PackedRun:
             capture,
             max_num_seqs=config.max_num_seqs,
             max_num_blocks=-(-max_model_len // block_size),
+            num_groups=num_groups,
             vocab_size=int(self._model.config.get_text_config().vocab_size),
             dtype=self._model.dtype,
             device=self._device,
@@ -219,8 +221,8 @@ class PackedRun:
         return arrived(logits) if self._is_sharded else logits
 
     def _layers(self, inputs: StepInputs) -> PagedLayers:
-        host = HostBatch(inputs.block_tables, inputs.query_start_loc, inputs.seq_lens)
-        metadata = AttentionMetadata.of(inputs.slot_mapping, host, self._device)
+        places = inputs.slot_mapping, inputs.block_tables, inputs.query_start_loc, inputs.seq_lens
+        metadata = StepMetadata.of(*places, self._device)
         assert self._attention is not None
         return PagedLayers(self._specs, self._kv_cache, metadata, self._attention)
 

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 import paged_kernels
 from paged_backend.config import EngineConfig
+from paged_backend.engine.kv_layout import EVERYTHING, KVLayout, Reach
 from paged_backend.engine.scheduler import OutOfDeviceMemoryError, SchedulerOutput
 from paged_backend.errors import ConfigError, ModelError
 from paged_backend.model import kv_cache
@@ -30,6 +31,7 @@ from paged_backend.model.huge_pages import use_huge_pages
 from paged_backend.model.inputs import StepInputs, decodes_first, step_inputs
 from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.largest_step import largest_lengths, largest_step, sample_all
+from paged_backend.model.layer_groups import layer_groups
 from paged_backend.model.linear import PackedLinear, speed_up_linears
 from paged_backend.model.loader import LoadedModel
 from paged_backend.model.lora import AdapterStore, StepAdapters
@@ -50,7 +52,7 @@ from paged_backend.model.tiers.gathered import GatheredTier
 from paged_backend.model.tiers.grouped import GroupedRun, InCall
 from paged_backend.model.tiers.own_cache import OwnCacheTier
 from paged_backend.model.tiers.stateful import StatefulTier
-from paged_backend.model.ways import Tier, Verdict, Way, kinds_of_layers, ways_to_run, window_of
+from paged_backend.model.ways import Tier, Verdict, Way, kinds_of_layers, ways_to_run
 from paged_kernels.ahead import compile_beside
 from paged_kernels.transfers import to_device
 
@@ -109,6 +111,8 @@ class ModelRunner:
         self._packed: PackedRun | None = None
         self._grouped: GroupedRun | None = None
         """One of these runs."""
+        self.reaches: tuple[Reach, ...] = (EVERYTHING,)
+        """How far the layers of each group look back."""
         self._kv_cache: list[LayerCache] = []
         self._attention: AttentionBackend | None = None
         """None: the model's own code attends."""
@@ -226,34 +230,41 @@ class ModelRunner:
         else:
             assert tier is not None
             specs = tier.record(self._tensor(np.array(trial.probe))[None])
+        groups = layer_groups(specs, block_size, trial.loaded.max_model_len)
+        self._specs, self._places, self.reaches = groups.tell(specs), groups.place_of, groups.reaches
         self._attention = None
         if not attends_itself:
-            needs = Needs(self.device, model.dtype, trial.dtype, block_size, cast("list[LayerSpec]", specs))
+            needs = Needs(self.device, model.dtype, trial.dtype, block_size, cast("list[LayerSpec]", self._specs))
             self._attention = attention_backend(config.attention_backend, needs)
-        bytes_per_block = kv_cache.block_bytes(specs, block_size, trial.dtype)
-        bytes_per_block += 0 if tier is None else tier.token_bytes * block_size
-        state_bytes = 0 if tier is None else tier.state_bytes
         max_len, meter, step_bytes = trial.loaded.max_model_len, meter_of(self.device), 0
+        layout = KVLayout(self.reaches, block_size, config.max_num_batched_tokens)
+        own_bytes = 0 if tier is None else tier.token_bytes
+        bytes_per_block = (kv_cache.token_bytes(groups.layers_of_block(specs), trial.dtype) + own_bytes) * block_size
+        bytes_per_token = kv_cache.token_bytes(specs, trial.dtype) + own_bytes
+        state_bytes = 0 if tier is None else tier.state_bytes
         lengths = largest_lengths(config, max_len)
         difference: float | None = None
         if meter is not None:
-            self._allocate(specs, tier, trial, -(-max(*lengths, 2 * len(trial.probe)) // block_size) + 1)
+            num_blocks = -(-max(*lengths, 2 * len(trial.probe)) // block_size) + 1
+            self._allocate(tier, trial, num_blocks * len(self.reaches))
             difference = self._settle(tier, way, trial)
             step_bytes = self._measure(meter, lengths)
-            self._allocate(specs, tier, trial, 0)
-        room = room_for(config, bytes_per_block, state_bytes, max_len, self.device, step_bytes=step_bytes)
+            self._allocate(tier, trial, 0)
+        room = room_for(config, layout, bytes_per_block, state_bytes, max_len, self.device, step_bytes=step_bytes)
         num_blocks = least_of_all(room.num_blocks, self.device) if self._is_sharded else room.num_blocks
-        self._allocate(specs, tier, trial, num_blocks)
+        self._allocate(tier, trial, num_blocks)
         if difference is None:
             difference = self._settle(tier, way, trial)
         return Verdict(
             way=way,
             layers=kinds_of_layers(specs),
             difference=difference,
-            bytes_per_token=bytes_per_block // block_size,
+            bytes_per_token=bytes_per_token,
+            bytes_per_old_token=own_bytes + kv_cache.token_bytes(groups.layers_of_the_past(specs), trial.dtype),
             bytes_per_sequence=state_bytes,
-            num_tokens=self.num_blocks * block_size,
-            window=window_of(specs),
+            num_tokens=layout.num_tokens(self.num_blocks, max_len),
+            max_model_len=max_len,
+            layout=layout,
             max_num_seqs=room.max_num_seqs,
             keeps_state=state_bytes > 0 or way.tier is Tier.OWN_CACHE,
         )
@@ -264,7 +275,8 @@ class ModelRunner:
             return self._use_tier(tier, way, trial)
         assert self._packed is not None
         difference = self._choose_code(self._packed, trial)
-        self._packed.make_graphs(trial.config, trial.loaded.max_model_len, self.block_size)
+        sizes = trial.loaded.max_model_len, self.block_size, len(self.reaches)
+        self._packed.make_graphs(trial.config, *sizes)
         return difference
 
     def _measure(self, meter: DeviceMeter, lengths: list[int]) -> int:
@@ -273,16 +285,17 @@ class ModelRunner:
         graphs = None if self._packed is None else self._packed.graphs
         return step_bytes + (0 if graphs is None else meter.peak_of(graphs.compute_largest))
 
-    def _allocate(self, specs: Sequence[kv_cache.KVShape], tier: _Tier | None, trial: _Trial, num_blocks: int) -> None:
+    def _allocate(self, tier: _Tier | None, trial: _Trial, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._kv_cache = kv_cache.allocate(specs, num_blocks, self.block_size, trial.dtype, self.device)
+        sizes = num_blocks, self.block_size, trial.dtype, self.device
+        self._kv_cache = kv_cache.allocate(self._specs, *sizes, self._places)
         runs = self._packed if tier is None else tier
         assert runs is not None
-        runs.attach(self._kv_cache, self._attention)
+        runs.attach(self._specs, self._kv_cache, self._attention)
 
     def _compute_largest_step(self, lengths: list[int]) -> None:
         """So many tokens of each of so many sequences, and the sampling of a token for each of them."""
-        sample_all(self._run(largest_step(lengths, self.vocab_size, self.block_size)))
+        sample_all(self._run(largest_step(lengths, self.vocab_size, self.block_size, len(self.reaches))))
 
     def _tier(self, way: Way, call: ModelCall, *, latents: bool) -> _Tier | None:
         """None: the model takes packs."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.engine.kv_cache_manager import KVCacheManager
+from paged_backend.engine.kv_layout import Reach
 from paged_backend.engine.request import Request
 from paged_backend.engine.scheduler import Scheduler, SchedulerOutput
 from paged_backend.errors import ModelError
@@ -31,6 +32,7 @@ _LARGEST_DIFFERENCE = {
 
 class _Runner(Protocol):
     num_blocks: int
+    reaches: tuple[Reach, ...]
 
     def execute(self, output: SchedulerOutput) -> Tensor: ...
 
@@ -55,9 +57,16 @@ def check_logits(
     `expected` [T, V] comes from a plain forward of the model. `dtype` is the coarsest type on the way. Returns the
     difference; raises ModelError if it is more than rounding.
     """
-    manager = KVCacheManager(runner.num_blocks, block_size, enable_prefix_caching=False)
+    manager = KVCacheManager(
+        runner.num_blocks,
+        block_size,
+        enable_prefix_caching=False,
+        reaches=runner.reaches,
+        max_step_tokens=_CHUNK,
+    )
     scheduler = Scheduler(manager, max_num_seqs=2, max_num_batched_tokens=_CHUNK, max_model_len=len(token_ids) + 1)
-    length = min(len(token_ids), runner.num_blocks // 2 * block_size)  # so that neither copy has to make room
+    most = runner.num_blocks // (2 * len(runner.reaches)) * block_size  # so that neither copy has to make room
+    length = min(len(token_ids), most)
     for copy, num_decoded in enumerate(_nums_decoded(length)):
         request = Request(
             request_id=str(copy),

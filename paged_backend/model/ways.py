@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from paged_backend.engine.kv_layout import KVLayout
 from paged_backend.model.attention import LayerSpec
 from paged_backend.model.kv_cache import KVShape
 from paged_backend.model.tiers.step_cache import keeps_state
@@ -79,12 +80,15 @@ class Verdict:
     """Between this way and a plain run, in standard deviations of the logits."""
     bytes_per_token: int
     """In each rank, if there are several."""
+    bytes_per_old_token: int
+    """Of these, what stays of a token that is behind all windows."""
     bytes_per_sequence: int
     """What a sequence keeps whatever its length."""
     num_tokens: int
-    """How many fit in the KV cache."""
-    window: int | None
-    """The longest one of all layers that look back; None if one of them looks back without a limit."""
+    """How many fit in the KV cache, in sequences of `max_model_len` tokens."""
+    max_model_len: int
+    layout: KVLayout
+    """Which layers have block tables of their own, and how far they look back."""
     max_num_seqs: int
     """How many sequences may run at once."""
     keeps_state: bool
@@ -102,11 +106,6 @@ _EXPLANATIONS = {
     Tier.GATHERED: "chunks one by one, single tokens together; the model's own attention over gathered pages",
     Tier.OWN_CACHE: "sequences one by one, each with the model's own cache",
 }
-
-
-def window_of(specs: Sequence[KVShape]) -> int | None:
-    windows = [spec.window for spec in specs if isinstance(spec, LayerSpec) and spec.window is not None]
-    return max(windows) if windows and len(windows) == len(specs) else None
 
 
 def kinds_of_layers(specs: Sequence[KVShape]) -> dict[str, int]:

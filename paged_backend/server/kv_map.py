@@ -46,6 +46,7 @@ class KVStatsReply(BaseModel):
     num_waiting: int
     num_blocks: int
     block_size: int
+    num_layer_groups: int
     num_free_blocks: int
     num_cached_blocks: int
     num_evictions: int

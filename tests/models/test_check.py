@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from helpers_architectures import make_tiny
-from helpers_models import save_model
+from helpers_models import make_model, save_model
 from paged_backend.cli.app import app
 
 
@@ -26,6 +26,20 @@ def test_it_prints_the_tier_the_layers_and_what_fits(tmp_path: Path) -> None:
     assert lines["memory"] == f"{3 * 2 * 2 * 16 * 4} bytes per token"
     assert lines["fits"] == "1360 tokens, 4 sequences at once"
     assert "cache yes" in lines["prefix"]
+
+
+def test_it_says_what_stays_of_tokens_behind_windows_and_how_many_fit_then(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, model=make_model("gemma3_text"))
+    result = check(folder, "--block-size", "8", "--max-num-seqs", "64", "--max-num-batched-tokens", "32")
+    assert result.exit_code == 0, result.output
+    assert f"{4 * 2 * 2 * 16 * 4} bytes per token\n" in result.output
+    assert f"{2 * 2 * 2 * 16 * 4} bytes per token that is behind all windows" in result.output
+    (fits,) = (line for line in result.output.splitlines() if line.startswith("fits"))
+    # Of a sequence of 512 tokens, two layers keep all and two the last 8: 64 and 2 blocks of 8, and 4 more while its
+    # prompt is computed.
+    num_blocks = 2**20 // (2 * 2 * 2 * 16 * 4 * 8)
+    num_tokens = (num_blocks - 4) * 512 // 66
+    assert fits.split(maxsplit=1)[1] == f"{num_tokens} tokens in sequences of 512, 64 sequences at once"
 
 
 def test_it_says_what_sequences_keep_and_that_they_share_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from paged_backend import LLM, InvalidRequestError, SamplingParams
+from paged_backend import LLM, InvalidRequestError, SamplingParams, check_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -83,6 +83,31 @@ def test_together_and_in_several_samples_too(llm: LLM, prompts: list[list[int]],
 def test_with_little_memory_too(
     gemma: tuple[PreTrainedModel, PreTrainedTokenizerBase], prompts: list[list[int]], right: list[list[int]]
 ) -> None:
-    with LLM(*gemma, num_gpu_blocks_override=50, max_num_batched_tokens=100) as llm:
-        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
-    assert outputs == right
+    with LLM(*gemma, num_gpu_blocks_override=280, max_num_batched_tokens=100) as llm:
+        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts * 2, GREEDY)]
+        stats = llm.stats()
+    assert outputs == right * 2
+    assert stats.num_preemptions > 0
+    assert stats.num_free_blocks == stats.num_blocks
+
+
+def test_a_prefix_longer_than_the_window_is_found_and_changes_nothing(
+    llm: LLM, gemma: tuple[PreTrainedModel, PreTrainedTokenizerBase], prompts: list[list[int]]
+) -> None:
+    longer = [*prompts[2], *prompts[0]]
+    llm.reset_prefix_cache()
+    llm.generate([prompts[2]], GREEDY)
+    (output,) = llm.generate([longer], GREEDY)
+    assert output.num_cached_tokens >= len(prompts[2]) - 16
+    assert output.outputs[0].token_ids == generated(gemma[0], longer)
+
+
+@pytest.mark.parametrize("max_model_len, num_groups, least", [(8192, 6, 60_000), (512, 1, 7_000)])
+def test_most_layers_keep_what_is_in_their_window_only(
+    gemma: tuple[PreTrainedModel, PreTrainedTokenizerBase], max_model_len: int, num_groups: int, least: int
+) -> None:
+    """15 of 18 layers slide. All of them keep 36,864 bytes of a token in float32, and the others 6,144."""
+    verdict = check_model(*gemma, kv_cache_memory="512MiB", max_model_len=max_model_len)
+    assert len(verdict.layout.reaches) == num_groups
+    assert (verdict.bytes_per_token, verdict.bytes_per_old_token) == (36_864, 6_144 if num_groups > 1 else 36_864)
+    assert least < verdict.num_tokens < 1.1 * least or num_groups == 1

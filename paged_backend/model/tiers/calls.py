@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paged_backend.engine.request import Sequence
 from paged_backend.engine.scheduler import ScheduledSequence
-from paged_backend.model.attention import AttentionMetadata, HostBatch
+from paged_backend.model.attention import StepMetadata
 
 
 class Piece(NamedTuple):
@@ -75,17 +75,20 @@ class CallInputs:
         self.positions = self._tensor(self._positions)
         """[B, S]"""
 
-    def metadata(self, block_size: int) -> AttentionMetadata:
+    def metadata(self, block_size: int) -> StepMetadata:
         """Where they are in the pages, as if they were packed."""
-        tables = [piece.sequence.block_table for piece in self._pieces]
-        block_tables = np.zeros((len(tables), max(map(len, tables))), np.int32)
-        for row, table in enumerate(tables):
-            block_tables[row, : len(table)] = table
-        blocks = np.take_along_axis(block_tables, self._positions // block_size, axis=1).astype(np.int64)
-        starts = np.arange(len(tables) + 1, dtype=np.int32) * np.int32(self.num_new)
-        host = HostBatch(block_tables, starts, self._positions[:, -1].astype(np.int32) + 1)
-        slot_mapping = (blocks * block_size + self._positions % block_size).reshape(-1)
-        return AttentionMetadata.of(slot_mapping, host, self._device)
+        tables = [piece.sequence.tables for piece in self._pieces]
+        num_groups, num_rows = len(tables[0]), len(tables)
+        width = max(len(table.blocks) for groups in tables for table in groups)
+        block_tables = np.zeros((num_groups, num_rows, width), np.int32)
+        for row, groups in enumerate(tables):
+            for group, table in enumerate(groups):
+                block_tables[group, row, : len(table.blocks)] = table.blocks
+        blocks = block_tables[:, np.arange(num_rows)[:, None], self._positions // block_size].astype(np.int64)
+        starts = np.arange(num_rows + 1, dtype=np.int32) * np.int32(self.num_new)
+        lengths = self._positions[:, -1].astype(np.int32) + 1
+        slot_mapping = (blocks * block_size + self._positions % block_size).reshape(num_groups, -1)
+        return StepMetadata.of(slot_mapping, block_tables, starts, lengths, self._device)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from paged_backend.model.attention import AttentionMetadata
 from paged_backend.model.attention_backends import AttentionBackend
-from paged_backend.model.kv_cache import LayerCache
+from paged_backend.model.kv_cache import KVShape, LayerCache
 from paged_backend.model.model_call import ModelCall
 from paged_backend.model.tiers.calls import CallInputs, Piece
 from paged_backend.model.tiers.step_cache import StepCache, keeps_state
@@ -58,12 +59,13 @@ class GatheredTier:
         self._layers = list(recorder.specs)
         return list(recorder.specs.values())
 
-    def attach(self, kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
+    def attach(self, specs: Sequence[KVShape], kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
         self._kv_cache = dict(zip(self._layers, kv_cache, strict=True))
 
     def compute(self, pieces: list[Piece], keep: Tensor | None) -> Tensor:
         inputs = CallInputs(pieces, self._device)
-        pages = _GatheredPages(self._kv_cache, inputs.metadata(self._block_size), self._block_size)
+        (metadata,) = inputs.metadata(self._block_size).groups
+        pages = _GatheredPages(self._kv_cache, metadata, self._block_size)
         cache = StepCache(
             self._config,
             pages,

@@ -34,8 +34,9 @@ class Tier(Protocol):
         """Run one sequence [1, S] to see what the model keeps; returns what needs pages."""
         ...
 
-    def attach(self, kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
-        """These are the pages, and who attends to them if the model's own code does not."""
+    def attach(self, specs: Sequence[KVShape], kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
+        """These are the layers, as `record` has returned them but for their groups, their pages, and who attends to
+        them if the model's own code does not."""
         ...
 
     def compute(self, pieces: list[Piece], keep: Tensor | None) -> Tensor:

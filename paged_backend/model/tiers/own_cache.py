@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from paged_backend.errors import ModelError
 from paged_backend.model.attention_backends import AttentionBackend
-from paged_backend.model.kv_cache import LayerCache
+from paged_backend.model.kv_cache import KVShape, LayerCache
 from paged_backend.model.model_call import ModelCall
 from paged_backend.model.tiers.calls import CallInputs, Piece
 from paged_backend.model.tiers.gathered import GatheredSpec
@@ -50,7 +51,7 @@ class OwnCacheTier:
         positions = torch.arange(token_ids.shape[1], device=self._device)[None]
         return _num_bytes(self._run(token_ids, positions, None, None)[1].content, set())
 
-    def attach(self, kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
+    def attach(self, specs: Sequence[KVShape], kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
         assert not kv_cache
 
     def compute(self, pieces: list[Piece], keep: Tensor | None) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from paged_backend.model.attention import PAGED, LayerRecorder, LayerSpec, PagedLayers, attention_layers
 from paged_backend.model.attention_backends import AttentionBackend
-from paged_backend.model.kv_cache import LayerCache
+from paged_backend.model.kv_cache import KVShape, LayerCache
 from paged_backend.model.linear import unpack_projections
 from paged_backend.model.model_call import ModelCall
 from paged_backend.model.tiers.calls import CallInputs, Piece
@@ -41,12 +42,12 @@ class StatefulTier:
             self._call(token_ids, torch.arange(num_tokens, device=self._device)[None], cache=cache)
         self._in_modules.find()
         self.state_bytes = cache.states()[0]._replace(in_modules=self._in_modules.take(1)[0]).num_bytes
-        self._specs = recorder.specs
         unpack_projections(self._model)
-        return self._specs
+        return recorder.specs
 
-    def attach(self, kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
+    def attach(self, specs: Sequence[KVShape], kv_cache: list[LayerCache], attention: AttentionBackend | None) -> None:
         assert attention is not None
+        self._specs = cast("list[LayerSpec]", specs)
         self._kv_cache, self._attention = kv_cache, attention
 
     def compute(self, pieces: list[Piece], keep: Tensor | None) -> Tensor:

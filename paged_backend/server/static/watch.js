@@ -75,7 +75,8 @@ function show(map) {
 function sizeText({ stats, blocks_per_cell: perCell }) {
   if (!stats.num_blocks) return "this model has none";
   const cells = perCell > 1 ? `, ${perCell} to a square` : "";
-  return `${plural(stats.num_blocks, "block")} of ${plural(stats.block_size, "token")}${cells}`;
+  const groups = stats.num_layer_groups > 1 ? `, in each of ${stats.num_layer_groups} groups of layers` : "";
+  return `${plural(stats.num_blocks, "block")} of ${plural(stats.block_size, "token")}${groups}${cells}`;
 }
 
 function showRequests(requests, numSequences) {
