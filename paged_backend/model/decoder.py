@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
 from paged_backend.model.attention import LayerSpec, PagedLayers
 from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.linear import MOST_ROWS, Linear, PackedLinear
-from paged_backend.model.mapped_files import MappedFiles
+from paged_backend.model.mapped_files import MappedFiles, trim_heap
 from paged_kernels import add_rms_norm, are_interpreted, rotary, silu_and_mul
 from paged_kernels.stack import AttentionOfLayer, LayerStack, LayerWeights, Matrix, StackOptions
 
@@ -211,4 +211,6 @@ def _layer(layer: Any, files: MappedFiles) -> _Layer:
         down=Linear.of(mlp.down_proj),
     )
     files.let_go(separate)
+    if isinstance(attention.q_proj, PackedLinear):
+        trim_heap()  # the merged weights do not fit in where the separate ones were
     return fused

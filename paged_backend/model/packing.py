@@ -25,6 +25,7 @@ def pack_linears(model: nn.Module) -> None:
     if not PACKS_BFLOAT16:
         return
     files, users = MappedFiles(), _users_of_weights(model)
+    files.let_go(model.parameters())  # each is read again, and let go of, in its turn
     for parent in list(model.modules()):
         linears = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
         if not all(_can_be_packed(name, child) for name, child in linears.items()):
