@@ -15,7 +15,9 @@ from paged_kernels.attention_rows import (
     Scales,
     Softmax,
     adjust,
+    begin_rows,
     copy_number,
+    end_rows,
     load_scales,
     load_slots,
     make_scales,
@@ -55,7 +57,7 @@ class ManyRows(NamedTuple):
 
 
 @compile_kernel
-def make_many_rows(batch: Batch, num_rows: int) -> ManyRows:
+def _make_many_rows(batch: Batch, num_rows: int) -> ManyRows:
     per_unit = batch.units.itemsize // batch.numbers.itemsize
     key_width, value_width = padded(batch.k_cache.shape[3], 2 * LANES), padded(batch.out.shape[2], LANES)
     num_rows = padded(num_rows, TILE_ROWS)
@@ -74,7 +76,20 @@ def make_many_rows(batch: Batch, num_rows: int) -> ManyRows:
 
 
 @compile_kernel
-def attend_many(batch: Batch, item: Any, work: ManyRows) -> None:
+def attend_many(batch: Batch, items: NDArray[Any]) -> None:
+    most_rows = 0
+    for item in items:
+        most_rows = max(most_rows, item.num_queries * batch.group)
+    work = _make_many_rows(batch, most_rows)
+    sums, highest, weights = work.softmax.sums, work.softmax.highest, work.softmax.weights
+    for item in items:
+        begin_rows(item, batch.group, batch.sinks, sums, highest, weights)
+        _attend(batch, item, work)
+        end_rows(item, batch.group, sums, highest, weights, batch.out, batch.partials)
+
+
+@compile_kernel
+def _attend(batch: Batch, item: Any, work: ManyRows) -> None:
     k_cache, v_cache, block_table, group = batch.k_cache, batch.v_cache, batch.block_tables[item.seq], batch.group
     slopes, num_rows = batch.alibi_slopes[item.kv_head * group :], item.num_queries * group
     key_size, value_size = k_cache.shape[3], batch.out.shape[2]

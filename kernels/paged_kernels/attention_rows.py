@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_kernels.compiled import compile_kernel
-from paged_kernels.tiles import KEY_TILE, copy_numbers
+from paged_kernels.compiled import LOG2_E, compile_kernel
+from paged_kernels.tiles import KEY_TILE, LOWEST, copy_numbers
 from paged_kernels.vector import LANES, from_float32, to_float32
 
 MANY_ROWS = 8  # of an item, from which turning its keys pays
@@ -63,6 +63,59 @@ class Scales(NamedTuple):
 def make_scales(batch: Batch) -> Scales:
     num = KEY_TILE if len(batch.k_scales) else 0
     return Scales(np.zeros(num, np.float32), np.zeros(num, np.float32), np.ones(num, np.float32))
+
+
+@compile_kernel
+def begin_rows(
+    item: Any,
+    group: int,
+    sinks: NDArray[np.float32],
+    sums: NDArray[np.float32],
+    highest: NDArray[np.float32],
+    weights: NDArray[np.float32],
+) -> None:
+    """Begin the item's softmax: nothing seen but the sink, which counts once if the keys are split."""
+    width = np.uint64(sums.shape[1])  # unsigned: signed indices wrap around, without vectors
+    for row in range(item.num_queries * group):
+        for d in range(width):
+            sums[row, d] = 0
+        highest[row] = LOWEST
+        weights[row] = 0
+        if len(sinks) and item.split == 0:
+            highest[row] = sinks[item.kv_head * group + row % group] * LOG2_E
+            weights[row] = 1
+
+
+@compile_kernel
+def end_rows(
+    item: Any,
+    group: int,
+    sums: NDArray[np.float32],
+    highest: NDArray[np.float32],
+    weights: NDArray[np.float32],
+    out: NDArray[Any],
+    partials: NDArray[np.float32],
+) -> None:
+    """Write the item's rows to the output, or to the partial results if other items have the rest of their keys."""
+    width, first_head = np.uint64(sums.shape[1]), item.kv_head * group
+    for row in range(item.num_queries * group):
+        if item.num_splits == 1:
+            write_row(sums, row, weights[row], out, item.token + row // group, first_head + row % group)
+        else:
+            partial = item.partial + row
+            for d in range(width):
+                partials[partial, d] = sums[row, d]
+            partials[partial, width] = highest[row]
+            partials[partial, width + np.uint64(1)] = weights[row]
+
+
+@compile_kernel
+def write_row(
+    sums: NDArray[np.float32], row: int, weight: np.float32, out: NDArray[Any], token: int, head: int
+) -> None:
+    factor = np.float32(1) / weight
+    for d in range(np.uint64(out.shape[2])):
+        out[token, head, d] = from_float32(sums[row, d] * factor, out)
 
 
 @compile_kernel

@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_kernels import ahead
-from paged_kernels.attention_few import attend_few, make_few_rows
-from paged_kernels.attention_many import attend_many, make_many_rows
-from paged_kernels.attention_rows import MANY_ROWS, Batch, Softmax, padded
-from paged_kernels.compiled import LOG2_E, TYPES, array_of, compile_kernel, exp2, set_num_threads
+from paged_kernels.attention_few import attend_few
+from paged_kernels.attention_many import attend_many
+from paged_kernels.attention_rows import MANY_ROWS, Batch, padded, write_row
+from paged_kernels.compiled import TYPES, array_of, compile_kernel, exp2, set_num_threads
 from paged_kernels.native import address_of, call
 from paged_kernels.plan import ITEM, cost_of, num_partials_of, plan, share
-from paged_kernels.tiles import LOWEST
+from paged_kernels.tiles import LOWEST, copy_numbers
 from paged_kernels.vector import BFLOAT16_IS_FAST, LANES, from_float32, to_float32
 
 _SERIAL_COST = 18000  # about 20 µs: a batch below is not worth other threads, least of all on a busy machine
@@ -130,8 +130,8 @@ def _item_kernels(dtype: torch.dtype, cache_dtype: torch.dtype, in_pairs: bool) 
     items = np.empty(1, ITEM)
     return (
         address_of(_attend_items, 0, 0, batch, items),
-        address_of(attend_few, batch, items[0], make_few_rows(batch)),
-        address_of(attend_many, batch, items[0], make_many_rows(batch, 0)),
+        address_of(attend_few, batch, items),
+        address_of(attend_many, batch, items),
     )
 
 
@@ -152,16 +152,18 @@ def _rows(tensor: Tensor) -> tuple[NDArray[Any], int, int]:
 def store(
     rows: NDArray[Any], token_stride: int, head_stride: int, cache: NDArray[Any], slot_mapping: NDArray[np.int64]
 ) -> None:
-    block_size, width = cache.shape[2], cache.shape[3]
+    _, num_heads, block_size, width = cache.shape
+    whole = width // LANES * LANES
     for t in range(len(slot_mapping)):
         slot = slot_mapping[t]
         if slot < 0:
             continue
-        for h in range(cache.shape[1]):
+        for h in range(num_heads):
             start = t * token_stride + h * head_stride
-            row = rows[start : start + width]
-            for d in range(width):
-                cache[slot // block_size, h, slot % block_size, d] = row[d]
+            target = ((slot // block_size * num_heads + h) * block_size + slot % block_size) * width
+            copy_numbers(rows, start, cache, target, whole)
+            for d in range(whole, width):
+                cache[slot // block_size, h, slot % block_size, d] = rows[start + d]
 
 
 @functools.partial(compile_kernel, fast_math=frozenset())
@@ -253,51 +255,15 @@ def attend(
 
 @compile_kernel
 def _attend_items(few_address: int, many_address: int, batch: Batch, items: NDArray[Any]) -> None:
-    max_rows = 0
-    for item in items:
-        max_rows = max(max_rows, item.num_queries * batch.group)
-    few = make_few_rows(batch)
-    many = make_many_rows(batch, max_rows if max_rows >= MANY_ROWS else 0)
-    for item in items:
-        has_few = item.num_queries * batch.group < MANY_ROWS
-        softmax = few.softmax if has_few else many.softmax
-        _reset(batch, item, softmax)
-        if has_few:
-            call(few_address, (batch, item, few))
-        else:
-            call(many_address, (batch, item, many))
-        _finish(batch, item, softmax)
-
-
-@compile_kernel
-def _reset(batch: Batch, item: Any, softmax: Softmax) -> None:
-    """Begin the item's softmax: nothing seen but the sink, which counts once if the keys are split."""
-    for row in range(item.num_queries * batch.group):
-        softmax.sums[row] = 0
-        softmax.highest[row] = LOWEST
-        softmax.weights[row] = 0
-        if len(batch.sinks) and item.split == 0:
-            softmax.highest[row] = batch.sinks[item.kv_head * batch.group + row % batch.group] * LOG2_E
-            softmax.weights[row] = 1
-
-
-@compile_kernel
-def _finish(batch: Batch, item: Any, softmax: Softmax) -> None:
-    """Write the item's rows to the output, or to the partial results if other items have the rest of their keys."""
-    sums, highest, weights, out, partials = (
-        softmax.sums, softmax.highest, softmax.weights, batch.out, batch.partials
-    )  # fmt: skip
-    width = np.uint64(sums.shape[1])  # unsigned: signed indices wrap around, without vectors
-    group, first_head = batch.group, item.kv_head * batch.group
-    for row in range(item.num_queries * group):
-        if item.num_splits == 1:
-            _write(sums, row, weights[row], out, item.token + row // group, first_head + row % group)
-        else:
-            partial = item.partial + row
-            for d in range(width):
-                partials[partial, d] = sums[row, d]
-            partials[partial, width] = highest[row]
-            partials[partial, width + np.uint64(1)] = weights[row]
+    """Those of few rows and those of many in turns, as many as follow one another."""
+    begin, has_few = 0, True
+    while begin < len(items):
+        end = begin
+        while end < len(items) and (items[end].num_queries * batch.group < MANY_ROWS) == has_few:
+            end += 1
+        if begin < end:
+            call(few_address if has_few else many_address, (batch, items[begin:end]))
+        begin, has_few = end, not has_few
 
 
 @compile_kernel
@@ -323,11 +289,4 @@ def _merge_items(batch: Batch, items: NDArray[Any]) -> None:
                 weight += partials[i, width + np.uint64(1)] * factor
                 for d in range(width):
                     sums[0, d] += partials[i, d] * factor
-            _write(sums, 0, weight, out, item.token + row // group, item.kv_head * group + row % group)
-
-
-@compile_kernel
-def _write(sums: NDArray[np.float32], row: int, weight: np.float32, out: NDArray[Any], token: int, head: int) -> None:
-    factor = np.float32(1) / weight
-    for d in range(np.uint64(out.shape[2])):
-        out[token, head, d] = from_float32(sums[row, d] * factor, out)
+            write_row(sums, 0, weight, out, item.token + row // group, item.kv_head * group + row % group)

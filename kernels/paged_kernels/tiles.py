@@ -15,14 +15,12 @@ from numba import types
 from numba.core import cgutils
 
 from paged_kernels.vector import (
-    BFLOAT16_IS_FAST,
     FLAGS,
     FLOAT32,
     FUSED,
     INT32,
     LANES,
     WIDTH,
-    BFloat16,
     Typed,
     accumulate,
     add_pair_products,
@@ -40,6 +38,7 @@ from paged_kernels.vector import (
 )
 
 KEY_TILE = 64
+_LINE = 64  # bytes of the caches' lines
 LOWEST = -1e30
 _EXP2 = [math.log(2) ** i / math.factorial(i) for i in range(8)]
 
@@ -139,19 +138,11 @@ def copy_numbers(typing_context: Any, source: Any, start: Any, target: Any, targ
             offset = with_constant(loop.index, LANES, builder.mul)
             value = load_vector(builder, builder.gep(read, [offset]), context.get_data_type(kind))
             if kind != target_kind:
-                value = _round(builder, target_kind, emit_to_float32(builder, kind, value))
+                value = emit_from_float32(builder, target_kind, emit_to_float32(builder, kind, value))
             store_vector(builder, value, builder.gep(write, [offset]))
         return context.get_dummy_value()
 
     return types.void(source, types.int64, target, types.int64, types.int64), emit
-
-
-def _round(builder: Any, kind: Any, value: Any) -> Any:
-    """`emit_from_float32` in one instruction, where bfloat16 has any."""
-    if kind != types.uint16 or not BFLOAT16_IS_FAST:
-        return emit_from_float32(builder, kind, value)
-    rounded = builder.fptrunc(value, ir.VectorType(BFloat16(), value.type.count))
-    return builder.bitcast(rounded, ir.VectorType(ir.IntType(16), value.type.count))
 
 
 @define_intrinsic
@@ -215,55 +206,69 @@ def dot_keys(
     num_rows: Any,
     keys: Any,
     keys_start: Any,
-    ahead: Any,
     num_keys: Any,
     width: Any,
     products: Any,
     products_start: Any,
     products_stride: Any,
 ) -> Typed:
-    """Dot products of float32 rows with keys that follow one another, in their own type; four keys at a time.
+    """Dot products of rows with keys that follow one another, in their own type; four keys at a time.
+
+    Rows are float32; or bfloat16 if keys are, where the processor multiplies pairs of them.
 
     `width` is a multiple of LANES. If `num_keys` is no multiple of four, up to three more keys are read, and their
-    products written. The keys that are `ahead` numbers further are brought into the caches meanwhile.
+    products written.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        width, stored_type = args[6], signature.args[2].dtype
+        width, stored_type = args[5], signature.args[2].dtype
+        in_pairs = signature.args[0].dtype == types.uint16
         first_row = address_at(context, builder, signature.args[0], args[0], ir.IntType(64)(0))
         first_key = address_at(context, builder, signature.args[2], args[2], args[3])
-        product = address_at(context, builder, signature.args[7], args[7], args[8])
+        product = address_at(context, builder, signature.args[6], args[6], args[7])
         element = context.get_data_type(stored_type)
         zero = ir.Constant(ir.VectorType(FLOAT32, LANES), [0.0] * LANES)
+
+        def load(address: Any, kind: Any, count: int) -> Any:
+            """LANES numbers as float32, or pairs of them, of which those past `count` are zeros."""
+            if in_pairs:
+                return _with_zeros(builder, load_vector(builder, address, element, count), 2 * LANES)
+            return emit_to_float32(builder, kind, load_vector(builder, address, context.get_data_type(kind)))
 
         def multiply(column: Any, row: Any, num_rows: int) -> None:
             key = builder.gep(first_key, [builder.mul(column, width)])
             begin = builder.gep(first_row, [builder.mul(row, width)])
             sums = [[cgutils.alloca_once_value(builder, zero) for _ in range(4)] for _ in range(num_rows)]
-            with cgutils.for_range(builder, with_constant(width, LANES, builder.sdiv)) as loop:
-                offset = with_constant(loop.index, LANES, builder.mul)
-                values = []
-                for k in range(4):
-                    place = builder.gep(key, [builder.add(offset, with_constant(width, k, builder.mul))])
-                    emit_prefetch(builder, builder.gep(place, [args[4]]))
-                    values.append(emit_to_float32(builder, stored_type, load_vector(builder, place, element)))
-                for r, row_sums in enumerate(sums):
-                    x = load_vector(
-                        builder, builder.gep(begin, [builder.add(offset, with_constant(width, r, builder.mul))])
-                    )
-                    for place, value in zip(row_sums, values, strict=True):
-                        accumulate(builder, place, x, value)
+
+            def add(offset: Any, count: int) -> None:
+                places = [builder.add(offset, with_constant(width, k, builder.mul)) for k in range(4)]
+                values = [load(builder.gep(key, [place]), stored_type, count) for place in places]
+                for row_sums, place in zip(sums, places, strict=False):
+                    x = load(builder.gep(begin, [place]), signature.args[0].dtype, count)
+                    for total, value in zip(row_sums, values, strict=True):
+                        if in_pairs:
+                            builder.store(add_pair_products(builder, builder.load(total), x, value), total)
+                        else:
+                            accumulate(builder, total, x, value)
+
+            step = 2 * LANES if in_pairs else LANES
+            whole = builder.sub(width, with_constant(width, step, builder.srem))
+            with _steps(builder, whole, step) as offset:
+                add(offset, step)
+            if in_pairs:
+                with builder.if_then(builder.icmp_signed("<", whole, width)):
+                    add(whole, LANES)
             for r, row_sums in enumerate(sums):
                 dots = sum_lanes(builder, [builder.load(place) for place in row_sums])
-                target = builder.add(column, builder.mul(with_constant(row, r, builder.add), args[9]))
+                target = builder.add(column, builder.mul(with_constant(row, r, builder.add), args[8]))
                 store_vector(builder, dots, builder.gep(product, [target]))
 
-        with _steps(builder, args[5], 4) as column:
+        with _steps(builder, args[4], 4) as column:
             _for_rows(builder, args[1], lambda row, num_rows: multiply(column, row, num_rows))
         return context.get_dummy_value()
 
     integer = types.int64
-    flat = (rows, integer, keys, integer, integer, integer, integer, products, integer, integer)
+    flat = (rows, integer, keys, integer, integer, integer, products, integer, integer)
     return types.void(*flat), emit
 
 
@@ -277,23 +282,22 @@ def add_values(
     values: Any,
     values_start: Any,
     values_stride: Any,
-    ahead: Any,
     num_values: Any,
     width: Any,
     totals: Any,
 ) -> Typed:
     """Add to each row's total the values, which are `values_stride` numbers apart, each times the row's weight for it.
 
-    Values and totals are `width` numbers, a multiple of LANES. The values that are `ahead` numbers further are brought
-    into the caches meanwhile.
+    Values and totals are `width` numbers, a multiple of LANES.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        width, stored_type = args[9], signature.args[4].dtype
+        width, stored_type = args[8], signature.args[4].dtype
+        in_pairs = signature.args[0].dtype == types.uint16
         element = context.get_data_type(stored_type)
         first_weight = address_at(context, builder, signature.args[0], args[0], args[1])
         first_value = address_at(context, builder, signature.args[4], args[4], args[5])
-        first_total = address_at(context, builder, signature.args[10], args[10], ir.IntType(64)(0))
+        first_total = address_at(context, builder, signature.args[9], args[9], ir.IntType(64)(0))
 
         def add(column: Any, num_vectors: int, row: Any, num_rows: int) -> None:
             weight = builder.gep(first_weight, [builder.mul(row, args[2])])
@@ -310,18 +314,43 @@ def add_values(
             sums = [
                 [cgutils.alloca_once_value(builder, load_vector(builder, place)) for place in each] for each in places
             ]
-            with cgutils.for_range(builder, args[8]) as loop:
-                value = builder.gep(first_value, [builder.mul(loop.index, args[6])])
-                loaded = []
-                for offset in offsets:
-                    place = builder.gep(value, [offset])
-                    emit_prefetch(builder, builder.gep(place, [args[7]]))
-                    loaded.append(emit_to_float32(builder, stored_type, load_vector(builder, place, element)))
+
+            def add_value(index: Any) -> None:
+                value = builder.gep(first_value, [builder.mul(index, args[6])])
+                loaded = [load_vector(builder, builder.gep(value, [offset]), element) for offset in offsets]
+                vectors = [emit_to_float32(builder, stored_type, vector) for vector in loaded]
                 for r, row_sums in enumerate(sums):
-                    place = builder.gep(weight, [builder.add(loop.index, with_constant(args[2], r, builder.mul))])
-                    factor = emit_splat(builder, builder.load(place))
-                    for partial, vector in zip(row_sums, loaded, strict=True):
+                    place = builder.gep(weight, [builder.add(index, with_constant(args[2], r, builder.mul))])
+                    factor = emit_splat(builder, emit_to_float32(builder, signature.args[0].dtype, builder.load(place)))
+                    for partial, vector in zip(row_sums, vectors, strict=True):
                         accumulate(builder, partial, factor, vector)
+
+            def add_pair(index: Any) -> None:
+                value = builder.gep(first_value, [builder.mul(index, args[6])])
+                order = [i // 2 + i % 2 * LANES for i in range(2 * LANES)]
+                pairs = []
+                for offset in offsets:
+                    first, second = (
+                        load_vector(builder, builder.gep(value, [place]), element)
+                        for place in (offset, builder.add(offset, args[6]))
+                    )
+                    pairs.append(emit_shuffle(builder, first, second, order))
+                for r, row_sums in enumerate(sums):
+                    place = builder.gep(weight, [builder.add(index, with_constant(args[2], r, builder.mul))])
+                    both = builder.load(builder.bitcast(place, INT32.as_pointer()), align=2)
+                    factors = emit_splat(builder, both)
+                    for partial, pair in zip(row_sums, pairs, strict=True):
+                        builder.store(add_pair_products(builder, builder.load(partial), factors, pair), partial)
+
+            if in_pairs:
+                whole = builder.and_(args[7], ir.IntType(64)(-2))
+                with _steps(builder, whole, 2) as index:
+                    add_pair(index)
+                with builder.if_then(builder.icmp_signed("<", whole, args[7])):
+                    add_value(whole)
+            else:
+                with cgutils.for_range(builder, args[7]) as loop:
+                    add_value(loop.index)
             for row_sums, row_places in zip(sums, places, strict=True):
                 for partial, place in zip(row_sums, row_places, strict=True):
                     store_vector(builder, builder.load(partial), place)
@@ -336,8 +365,22 @@ def add_values(
         return context.get_dummy_value()
 
     integer = types.int64
-    flat = (weights, integer, integer, integer, values, *[integer] * 5, totals)
+    flat = (weights, integer, integer, integer, values, *[integer] * 4, totals)
     return types.void(*flat), emit
+
+
+@define_intrinsic
+def fetch_numbers(typing_context: Any, source: Any, start: Any, length: Any) -> Typed:
+    """Bring so many numbers into the caches, but for the nearest one, which is left to what is used at once."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        read = address_at(context, builder, signature.args[0], args[0], args[1])
+        per_line = _LINE // (context.get_data_type(signature.args[0].dtype).get_abi_size(context.target_data))
+        with _steps(builder, args[2], per_line) as offset:
+            emit_prefetch(builder, builder.gep(read, [offset]), is_near=False)
+        return context.get_dummy_value()
+
+    return types.void(source, types.int64, types.int64), emit
 
 
 @define_intrinsic
@@ -417,7 +460,7 @@ def weigh_row(
             if has_scales:
                 place = builder.gep(v_scale, [INT32(offset)])
                 value = builder.fmul(value, load_vector(builder, place, lanes=WIDTH), flags=FLAGS)
-            store_vector(builder, _round(builder, number_type, value), builder.gep(weight, [INT32(offset)]))
+            store_vector(builder, emit_from_float32(builder, number_type, value), builder.gep(weight, [INT32(offset)]))
         lanes = WIDTH
         while lanes > 1:
             lanes //= 2
@@ -435,6 +478,14 @@ def weigh_row(
     integer = types.int64
     flat = (cache, logits, integer, integer, integer, types.float32, k_scales, v_scales, highest, totals, integer)
     return types.void(*flat, sums, integer, weights, integer), emit
+
+
+def _with_zeros(builder: Any, vector: Any, count: int) -> Any:
+    """As many numbers, the rest of them zeros."""
+    if vector.type.count == count:
+        return vector
+    zeros = ir.Constant(vector.type, [0] * vector.type.count)
+    return emit_shuffle(builder, vector, zeros, range(count))
 
 
 def _halves(lanes: int) -> tuple[range, range]:

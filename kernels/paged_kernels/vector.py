@@ -353,8 +353,9 @@ def emit_from_float32(builder: Any, stored_type: Any, value: Any) -> Any:
     if stored_type == types.float32:
         return value
     half = _like(value, ir.IntType(16))
-    if stored_type == types.int16:
-        return builder.bitcast(builder.fptrunc(value, _like(value, ir.HalfType())), half)
+    if stored_type == types.int16 or DOTS_BFLOAT16:
+        kind = ir.HalfType() if stored_type == types.int16 else BFloat16()
+        return builder.bitcast(builder.fptrunc(value, _like(value, kind)), half)
     bits = builder.bitcast(value, _like(value, INT32))
     sixteen = _constant(bits, 16)
     is_odd = builder.and_(builder.lshr(bits, sixteen), _constant(bits, 1))
@@ -432,7 +433,7 @@ def emit_prefetch(builder: Any, address: Any, *, is_near: bool = True) -> None:
 
 
 def emit_splat(builder: Any, scalar: Any) -> Any:
-    vector = ir.Constant(ir.VectorType(FLOAT32, LANES), ir.Undefined)
+    vector = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     vector = builder.insert_element(vector, scalar, INT32(0))
     return emit_shuffle(builder, vector, vector, [0] * LANES)
 
