@@ -10,6 +10,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from paged_backend import LLM, SamplingParams
 from paged_backend.engine.kv_layout import EVERYTHING, KVLayout, Reach
 
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
@@ -105,6 +106,14 @@ def make_tokenizer(*, chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedTo
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
+
+
+def prompt_logprobs(llm: LLM, prompt: list[int]) -> torch.Tensor:
+    """Of each token of a prompt but the first [T - 1]."""
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    assert output.prompt_logprobs is not None
+    entries = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    return torch.tensor([each[token_id].logprob for token_id, each in entries if each])
 
 
 def save_model(

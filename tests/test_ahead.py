@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -36,6 +37,13 @@ def run(*arguments: str) -> list[str]:
     ).stdout.splitlines()
 
 
+def wait_for(helper: Helper, part: str) -> None:
+    """Fails if the wait ended only because it had lasted too long."""
+    begin = time.monotonic()
+    helper.wait_for(part)
+    assert time.monotonic() - begin < 60
+
+
 def test_what_was_compiled_ahead_is_found() -> None:
     assert run("-m", "paged_kernels.ahead", "bfloat16", "bfloat16") == ["attention items", "draws"]
     assert run("-c", _USES) == ["found"]
@@ -46,21 +54,21 @@ def test_whoever_waits_goes_on_when_the_part_is_done(tmp_path: pathlib.Path) -> 
     code = f"import os, time; print('a part', flush=True)\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)"
     helper = Helper()
     helper.start("-c", code)
-    helper.wait_for("a part")  # while the process goes on
+    wait_for(helper, "a part")  # while the process goes on
     end.touch()
-    helper.wait_for("another part")
+    wait_for(helper, "another part")
 
 
 @pytest.mark.parametrize("code", ["print('another part')", "raise SystemExit(1)", "not Python"])
 def test_whoever_waits_goes_on_when_the_process_ends(code: str) -> None:
     helper = Helper()
     helper.start("-c", code)
-    helper.wait_for("a part")
+    wait_for(helper, "a part")
 
 
 def test_nobody_waits_if_nothing_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     helper = Helper()
-    helper.wait_for("a part")
+    wait_for(helper, "a part")
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     helper.start("-c", "")
-    helper.wait_for("a part")
+    wait_for(helper, "a part")

@@ -86,6 +86,8 @@ def test_what_fails_is_counted_and_told(live: tuple[ServerUnderTest, str]) -> No
         (("m", "--request-rate", "0"), "request_rate=0.0 is out of range"),
         (("m", "--max-concurrency", "0"), "max_concurrency=0 is out of range"),
         (("m", "--dataset-path", "/no/such/file"), "/no/such/file"),
+        (("m", "--output-json", "/no/such/folder/out.json"), "/no/such/folder"),
+        (("m", "--plot", "/no/such/folder/out.png"), "/no/such/folder"),
     ],
 )
 def test_an_error_is_one_sentence(arguments: tuple[str, ...], complaint: str) -> None:
@@ -112,7 +114,8 @@ def test_made_up_prompts_have_the_lengths_asked_for() -> None:
 
 
 def write(path: Path, content: Any) -> Path:
-    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    text = content if isinstance(content, str) else json.dumps(content)
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
     return path
 
 
@@ -133,7 +136,16 @@ def test_conversations_come_from_a_file(tmp_path: Path) -> None:
         assert {question.max_tokens for question in from_file(path, 5, output_len=7, seed=0)} == {7}
 
 
-@pytest.mark.parametrize(("content", "complaint"), [("{broken", "is no JSON"), ("[]", "has no conversation")])
+def test_a_line_of_json_lines_ends_where_a_line_feed_is(tmp_path: Path) -> None:
+    entry = {"messages": [{"role": "user", "content": "a\u2028b\x85c"}, {"role": "assistant", "content": "y"}]}
+    path = write(tmp_path / "data.jsonl", json.dumps(entry, ensure_ascii=False) + "\n")
+    assert from_file(path, 1, output_len=None, seed=0) == [Question("a\u2028b\x85c", 1)]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [("{broken", "is no JSON"), ('["\udcff"]', "is no JSON in UTF-8"), ("[]", "has no conversation")],
+)
 def test_a_file_without_conversations_is_refused(tmp_path: Path, content: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         from_file(write(tmp_path / "data.json", content), 2, output_len=None, seed=0)

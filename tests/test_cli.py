@@ -101,6 +101,14 @@ def test_without_the_extra_it_says_how_to_install_it(tmp_path: Path) -> None:
     assert "pip install 'paged-backend[server]'" in completed.stderr and "Traceback" not in completed.stderr
 
 
+def test_an_interrupt_during_the_imports_has_its_code_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", "from paged_backend.cli import main; main()"]
+    completed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 130 and completed.stderr == ""
+
+
 @pytest.fixture
 def served(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> list[Models]:
     """What `serve` would serve."""
@@ -274,6 +282,12 @@ def test_an_error_is_one_sentence(fakes: Fakes, arguments: tuple[str, ...], comp
     assert isinstance(run(*arguments, "--debug").exception, (ConfigError, OSError))
 
 
+def test_a_file_of_keys_that_is_no_text_is_refused(fakes: Fakes, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_bytes(b"\xff\xfe")
+    assert "is not UTF-8" in failed(run("serve", "m", "--api-key-file", str(keys)))
+
+
 @pytest.mark.parametrize(
     "arguments", ["serve", "serve m --prot 9", "sreve", "serve m --port x", "serve m --speculative-config x"]
 )
@@ -339,6 +353,13 @@ def test_generate_overwrites_only_if_told_to(fakes: Fakes, tmp_path: Path) -> No
     assert target.read_text() == "precious"
     assert run(*arguments, "--overwrite").exit_code == 0
     assert target.read_text() == "abcd\n"
+
+
+def test_generate_does_not_overwrite_its_input(fakes: Fakes, tmp_path: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("one\n")
+    complaint = failed(run("generate", "m", "-i", str(source), "-o", str(source), "--overwrite"))
+    assert "is the input too" in complaint and source.read_text() == "one\n"
 
 
 def test_generate_resumes_only_what_was_asked_for_alike(fakes: Fakes, tmp_path: Path) -> None:

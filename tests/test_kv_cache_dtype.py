@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig
 
-from helpers_models import VOCAB_SIZE, crowded, make_model
+from helpers_models import VOCAB_SIZE, crowded, make_model, prompt_logprobs
 from paged_backend import LLM, BeamSearchParams, ConfigError, EngineConfig, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -59,10 +59,7 @@ def test_log_probabilities_are_nearly_those_of_the_models_own_dtype() -> None:
     read = []
     for kv_cache_dtype in ("auto", "int8"):
         with make_llm(kv_cache_dtype=kv_cache_dtype) as llm:
-            (output,) = llm.generate([prompt], GREEDY.replace(max_tokens=1, prompt_logprobs=0))
-        assert output.prompt_logprobs is not None
-        entries = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
-        read.append(torch.tensor([each[token_id].logprob for token_id, each in entries if each]))
+            read.append(prompt_logprobs(llm, prompt))
     difference = (read[0] - read[1]).abs()
     assert 0 < difference.mean() < 0.05 * read[0].std()
 

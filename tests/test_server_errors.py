@@ -46,7 +46,8 @@ BAD_VALUES: list[tuple[str, Any]] = [
     *(("n", n) for n in (0, 10**6)),
     *(("repetition_penalty", value) for value in (0, float("inf"))),
     *(("temperature", value) for value in (-1, float("nan"), 2.1, "hot")),
-    *(("stop", value) for value in ([1], [""], 5, {})),
+    *(("stop", value) for value in ([1], [""], 5, {}, ["x"] * 1000)),
+    *(("structured_outputs", value) for value in ({}, {"json": {"$ref": "#"}})),
     *(("top_p", value) for value in (0, 1.1)),
     *(("stop_token_ids", value) for value in ([99999], ["a"], 3)),
     ("min_tokens", 100),
@@ -93,9 +94,74 @@ async def test_a_body_that_is_no_object_is_a_400(server: ServerUnderTest, path: 
         refusal(await client.post(path, content=content))
 
 
-async def test_a_body_that_is_not_called_json_is_a_400(server: ServerUnderTest) -> None:
-    async with server.client(headers={"Content-Type": "text/plain"}) as client:
-        refusal(await client.post("/v1/completions", content=b'{"prompt": "hi"}'))
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"broken', "no JSON"),
+        (b"[]", "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        (b"[" * 5000, "nested too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "too many digits"),
+    ],
+)
+async def test_a_body_that_cannot_be_read_is_told_why(server: ServerUnderTest, content: bytes, reason: str) -> None:
+    async with server.client(headers=JSON) as client:
+        assert reason in refusal(await client.post("/v1/completions", content=content))["message"]
+
+
+@pytest.mark.parametrize("headers", [{"Content-Type": "text/plain"}, {}])
+async def test_a_body_that_is_not_called_json_is_told_how_to_be(
+    server: ServerUnderTest, headers: dict[str, str]
+) -> None:
+    async with server.client(headers=headers) as client:
+        error = refusal(await client.post("/v1/completions", content=b'{"prompt": "hi"}'))
+    assert "application/json" in error["message"] and error["code"] == "invalid_content_type"
+
+
+_DEEP: Any = json.loads('{"a":' * 300 + "1" + "}" * 300)
+_DEEP_SCHEMA = {"type": "object", "properties": _DEEP}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"structured_outputs": {"json": _DEEP_SCHEMA}}),
+        ("/v1/chat/completions", {"tools": [{"type": "function", "function": {"name": "f", "parameters": _DEEP}}]}),
+        ("/v1/chat/completions", {"chat_template_kwargs": _DEEP}),
+        ("/v1/responses", {"chat_template_kwargs": _DEEP}),
+        ("/v1/responses", {"tools": [{"type": "function", "name": "f", "parameters": _DEEP_SCHEMA}]}),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "s", "schema": _DEEP_SCHEMA}}}),
+        ("/v1/messages", {"tools": [{"name": "f", "input_schema": _DEEP_SCHEMA}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"tools": [{"name": "f", "input_schema": _DEEP_SCHEMA}]}),
+        ("/tokenize", {"chat_template_kwargs": _DEEP}),
+    ],
+)
+async def test_deep_nesting_is_never_our_mistake(server: ServerUnderTest, path: str, body: dict[str, Any]) -> None:
+    asked = {"input": "hi"} if path == "/v1/responses" else {"messages": [user("hi")]}
+    assert (await server.post(path, **asked, **body)).status_code in (200, 400)
+
+
+async def test_a_wrong_path_or_method_is_named(server: ServerUnderTest) -> None:
+    assert "/v1/nothing" in refusal(await server.get("/v1/nothing"), 404)["message"]
+    response = await server.get("/v1/completions")
+    assert "POST" in refusal(response, 405)["message"] and response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/batches"])
+async def test_anthropics_clients_are_told_in_anthropics_shape(server: ServerUnderTest, path: str) -> None:
+    error = (await server.get(path)).json()
+    assert error["type"] == "error" and set(error["error"]) == {"type", "message"}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"tools": []}, {"add_generation_prompt": True}, {"continue_final_message": True}, {"chat_template_kwargs": {}}],
+)
+async def test_a_plain_text_is_not_tokenised_with_what_is_for_chats(
+    server: ServerUnderTest, extra: dict[str, Any]
+) -> None:
+    assert refusal(await server.post("/tokenize", prompt="hi", **extra))["param"] == next(iter(extra))
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "a\udc00b"])

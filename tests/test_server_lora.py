@@ -91,6 +91,12 @@ async def test_adapters_come_and_go_while_the_server_runs(models: Models, folder
     assert "adapter_config.json" in refusal(await post(models, "/v1/load_lora_adapter", **bad))["message"]
 
 
+@pytest.mark.parametrize("path", ["/nope", "a\0b", "~nobody-of-this-name/adapter", "x" * 5000])
+async def test_a_folder_that_is_none_is_a_400(models: Models, path: str) -> None:
+    error = refusal(await post(models, "/v1/load_lora_adapter", lora_name="other", lora_path=path))
+    assert error["param"] == "lora_path"
+
+
 async def test_clients_may_not_load_adapters_unless_that_is_allowed(models: Models, folder: Path) -> None:
     settings = ServerSettings()
     closed = Models(settings, [Serving(settings, model="base", llm=models.servings[0].llm)])

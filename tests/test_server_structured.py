@@ -14,7 +14,16 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 from helpers import FakeRunner
-from helpers_server import CHAT_TEMPLATE, ScriptedSampler, ServerUnderTest, make_models, make_server, refusal, user
+from helpers_server import (
+    CHAT_TEMPLATE,
+    ScriptedSampler,
+    ServerUnderTest,
+    events_of,
+    make_models,
+    make_server,
+    refusal,
+    user,
+)
 from helpers_structured import make_llm
 from paged_backend.server.app import create_app
 
@@ -46,6 +55,19 @@ async def test_an_answer_validates(server: ServerUnderTest, extra: dict[str, Any
     else:
         text = (await server.chat(**body))["choices"][0]["message"]["content"]
     jsonschema.validate(json.loads(text), PERSON)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_structure_that_becomes_too_much_is_its_clients_fault(server: ServerUnderTest, stream: bool) -> None:
+    schema = {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(3000)}}
+    body = {"max_tokens": 30, "seed": 1, "structured_outputs": {"json": schema}}
+    response = await server.post("/v1/completions", prompt="hi", stream=stream, **body)
+    if stream and response.status_code == 200:
+        error = json.loads(events_of(response.text)[-1])["error"]
+    else:
+        error = refusal(response)
+    assert error["code"] == "grammar_too_complex" and error["type"] == "invalid_request_error"
+    assert (await server.complete("hi", max_tokens=2))["choices"]
 
 
 async def test_every_kind_of_structure_is_followed(server: ServerUnderTest) -> None:

@@ -17,7 +17,7 @@ import paged_backend
 from paged_backend import LLM, ConfigError
 from paged_backend.cli.bench_data import Question, from_file, synthetic
 from paged_backend.cli.bench_load import Answer, InProcess, Pace, Server, Target, http_client, put_load, served_model
-from paged_backend.cli.bench_report import plot, results_of, tables_of
+from paged_backend.cli.bench_report import load_figure, plot, results_of, tables_of
 from paged_backend.cli.options import FAILED, INCOMPLETE, Engine, command, start_logging
 from paged_backend.cli.progress import progress_bar
 
@@ -96,6 +96,7 @@ def bench(
     first token, time between tokens and the whole time, as mean, P50, P90 and P99.
     """
     start_logging("warning")
+    _check_results_fit(output_json, plot_path)
     pace = Pace(request_rate=request_rate, burstiness=burstiness, max_concurrency=max_concurrency)
     if dataset_path is not None:
         questions = from_file(dataset_path, num_prompts, output_len=output_len, seed=bench_seed)
@@ -122,6 +123,15 @@ def bench(
         plot(answers, plot_path)
     if results["failed"]:
         raise typer.Exit(INCOMPLETE if results["completed"] else FAILED)
+
+
+def _check_results_fit(output_json: Path | None, plot_path: Path | None) -> None:
+    """Before the work: what would keep its results from being written."""
+    for path in (output_json, plot_path):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path} cannot be written, since its folder does not exist; make it, or give another")
+    if plot_path is not None:
+        load_figure()
 
 
 async def _measure(

@@ -64,15 +64,15 @@ def _words(rng: random.Random, number: int) -> list[str]:
 
 
 def _entries(path: Path) -> Iterator[Any]:
-    text = path.read_text(encoding="utf-8-sig")
     try:
+        text = path.read_text(encoding="utf-8-sig")
         if text.lstrip().startswith("["):
             yield from json.loads(text)
         else:
-            yield from (json.loads(line) for line in text.splitlines() if line.strip())
+            yield from (json.loads(line) for line in text.split("\n") if line.strip())
     except (ValueError, RecursionError):
         raise ConfigError(
-            f"dataset_path={str(path)!r} is no JSON; give a list of conversations, or one conversation a line"
+            f"dataset_path={str(path)!r} is no JSON in UTF-8; give a list of conversations, or one conversation a line"
         ) from None
 
 

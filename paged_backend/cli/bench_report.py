@@ -5,12 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from paged_backend import MissingExtraError
 from paged_backend.cli.bench_load import Answer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PERCENTILES = (50, 90, 99)
 _TITLES = {
@@ -88,15 +91,20 @@ def tables_of(results: dict[str, Any]) -> list[Table]:
     return [totals, latencies]
 
 
-def plot(answers: Sequence[Answer], path: Path) -> None:
-    """The distribution of both latencies, and tokens per second over time. Raises MissingExtraError."""
+def load_figure() -> type[Figure]:
+    """What plots are drawn on. Raises MissingExtraError."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingExtraError("--plot", "plot") from error
+    return Figure
+
+
+def plot(answers: Sequence[Answer], path: Path) -> None:
+    """The distribution of both latencies, and tokens per second over time. Raises MissingExtraError."""
     good = [answer for answer in answers if answer.error is None]
     latencies = latencies_of(good)
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    figure = load_figure()(figsize=(12, 4), layout="constrained")
     first, between, rate = figure.subplots(1, 3)
     for axes, name in ((first, "ttft"), (between, "itl")):
         values = sorted(latencies[name])

@@ -35,11 +35,11 @@ def _lines(verdict: Verdict) -> Iterator[tuple[str, str]]:
         yield "layers", f"{count} x {kind}"
     yield "self-check", f"{verdict.difference:.2g} standard deviations of the logits from a plain run"
     yield "memory", f"{verdict.bytes_per_token} bytes per token"
-    if verdict.bytes_per_old_token < verdict.bytes_per_token:
+    is_limited = verdict.bytes_per_old_token < verdict.bytes_per_token
+    if is_limited:
         yield "", f"{verdict.bytes_per_old_token} bytes per token that is behind all windows"
     if verdict.bytes_per_sequence:
         yield "", f"{verdict.bytes_per_sequence} bytes per sequence"
-    is_limited = verdict.bytes_per_old_token < verdict.bytes_per_token
     of_length = f" in sequences of {verdict.max_model_len}" if is_limited else ""
     yield "fits", f"{verdict.num_tokens} tokens{of_length}, {verdict.max_num_seqs} sequences at once"
     reason = "no: the pages of a prefix are not all that going on from it takes" if verdict.keeps_state else "yes"

@@ -48,6 +48,8 @@ def generate(
     given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "stop": stop}
     sampling = {name: value for name, value in given.items() if value is not None}
     partial = output_path.with_name(output_path.name + ".partial")
+    if output_path.exists() and output_path.samefile(input_path):
+        raise ConfigError(f"{output_path} is the input too; give another --output-path")
     if overwrite:
         partial.unlink(missing_ok=True)
     elif output_path.exists() and not partial.exists():

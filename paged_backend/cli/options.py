@@ -18,8 +18,9 @@ import yaml
 from typer.core import TyperCommand
 
 from paged_backend import EngineConfig, PagedBackendError
+from paged_backend.cli import INTERRUPTED
 
-FAILED, INCOMPLETE, INTERRUPTED = 1, 3, 130
+FAILED, INCOMPLETE = 1, 3
 
 _ENGINE = "Engine"
 

@@ -158,7 +158,10 @@ def _name_and_path(text: str) -> tuple[str, str]:
 def _keys_of(path: Path | None) -> list[str]:
     if path is None:
         return []
-    keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        keys = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except UnicodeDecodeError:
+        raise ConfigError(f"api_key_file={str(path)!r} is not UTF-8; give a text file with one key a line") from None
     if not keys:
         raise ConfigError(f"api_key_file={str(path)!r} has no key; give one a line")
     return keys

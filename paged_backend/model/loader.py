@@ -168,7 +168,7 @@ class _Source:
 
 
 def _find(name: str, config: EngineConfig) -> _Source:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if name == DEMO:
         return _Source(str(demo_folder(config.cache_folder)), is_folder=True)
     if path.suffix == ".gguf":
@@ -365,7 +365,7 @@ def _check_passed(model: PreTrainedModel, config: EngineConfig) -> None:
 def _load_tokenizer(name: str | None, source: _Source | None, config: EngineConfig) -> PreTrainedTokenizerBase | None:
     """The tokenizer called `name`, else the one that comes with the model; None if none does."""
     if name is not None:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         source = _Source(str(path), is_folder=True) if path.is_dir() else _Source(name, is_folder=False)
         config = replace(config, revision=None)  # which is the model's
     elif source is None or (source.is_folder and not _has_tokenizer(Path(source.path))):
@@ -391,7 +391,7 @@ def _chat_template(template: str | None) -> str | None:
     if template is None or "{" in template or "\n" in template:
         return template
     try:
-        return Path(template).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(template)).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"chat_template={template!r} is neither a Jinja template nor a readable file") from error
 

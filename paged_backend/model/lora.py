@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -78,7 +79,7 @@ class AdapterStore:
 
     def get(self, wanted: LoRARequest) -> LoadedAdapter:
         """Load it if it is not loaded; raises InvalidRequestError for what cannot be loaded, or does not fit."""
-        folder = Path(wanted.lora_path).expanduser()
+        folder = Path(os.path.expanduser(wanted.lora_path))
         files = peft_checkpoint.fingerprint(folder)
         key = (wanted.lora_name, files)
         with self._lock:

@@ -58,7 +58,7 @@ def fingerprint(folder: Path) -> tuple[Any, ...]:
     """Changes when the checkpoint does. Raises InvalidRequestError if there is none."""
     try:
         stats = [path.stat() for path in (folder / CONFIG, weights_file(folder))]
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: of what is no path
         raise InvalidRequestError(
             f"lora_path={str(folder)!r} holds no PEFT checkpoint: {error}; it must have {CONFIG} and {_WEIGHTS[0]}"
         ) from None

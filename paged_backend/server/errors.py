@@ -20,17 +20,19 @@ from paged_backend import (
     OverloadedError,
     RequestTimeoutError,
 )
+from paged_backend.sampling.grammar import GrammarError
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1
 _PIECE = 4096
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_ANTHROPIC_PATH = re.compile(r"/v1/messages(?:/|$)")
 _TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 504: "timeout_error"}
 _FOR_PROGRAMS = "; make a new LLM"
 """What clients cannot do."""
-_NAMED_FIELD = re.compile(r"^(?:prompt \d+: )?(\w+?)(?:\[|=| has the token id)")
+_TOO_DEEP = "is nested too deeply; send fewer levels"
+_NAMED_FIELD = re.compile(r"^(?:prompt \d+: )?(?!request )(\w+?)(?:\[|=| (?:has|names|needs) )")
 
 
 class ApiError(HTTPException):
@@ -58,7 +60,7 @@ class ApiError(HTTPException):
 
     def response(self, path: str) -> Response:
         """The answer to a request for `path`, which says whose clients read it."""
-        body = self.typed_body() if path in ANTHROPIC_PATHS else self.body()
+        body = self.typed_body() if _ANTHROPIC_PATH.match(path) else self.body()
         return JSONReply(body, self.status_code, self.headers)
 
 
@@ -101,8 +103,13 @@ def described(error: Exception) -> ApiError:
             return ApiError(504, str(error), code="request_timeout")
         case EngineDeadError():
             return ApiError(503, str(error).removesuffix(_FOR_PROGRAMS), code="engine_dead")
+        case EngineError(__cause__=GrammarError()):
+            message = "the structure asked for is too complex to be followed any further; ask for a simpler one"
+            return ApiError(400, message, code="grammar_too_complex")
         case EngineError():
             return ApiError(500, str(error), code="engine_error")
+        case RecursionError():
+            return ApiError(400, f"the body {_TOO_DEEP}", code="invalid_value")
         case HTTPException():
             return ApiError(error.status_code, str(error.detail))
     logger.error("a request failed", exc_info=error)
@@ -124,6 +131,8 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
             return ApiError(400, f"{'.'.join(path) or 'a JSON object'} is required", param=param, code="missing_field")
         case "refused":
             return ApiError(400, first["msg"], param=first["ctx"]["param"], code="invalid_value")
+        case "model_attributes_type" if not path:
+            return ApiError(400, "the body must be a JSON object", code="invalid_value")
     about_it = [error["msg"] for error in errors if error["loc"][: len(first["loc"])][:2] == first["loc"][:2]]
     message = " or ".join(dict.fromkeys(about_it))
     return ApiError(400, f"{param or 'the body'}: {message}", param=param, code="invalid_value")
@@ -135,15 +144,58 @@ def install(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         return described(error).response(request.url.path)
 
+    async def answer_unrouted(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _unrouted(request, error).response(request.url.path)
+
     async def answer_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return invalid_body(error.errors()).response(request.url.path)
+        refusal = invalid_body(error.errors()) if _is_called_json(request) else _not_called_json(request)
+        return refusal.response(request.url.path)
 
-    for kind in (HTTPException, Exception):
+    for kind in (Exception, InvalidRequestError, OverloadedError, RequestTimeoutError, EngineError):
         app.add_exception_handler(kind, answer)
-    for kind in (InvalidRequestError, OverloadedError, RequestTimeoutError, EngineError):
-        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(HTTPException, answer_unrouted)
     app.add_exception_handler(RequestValidationError, answer_invalid)
+
+
+def _unrouted(request: Request, error: HTTPException) -> ApiError:
+    """What the framework refuses before a route sees it, in words that say what to do."""
+    match error:
+        case ApiError():
+            return error
+        case HTTPException(status_code=404):
+            return ApiError(404, f"there is no {request.url.path!r} on this server", code="not_found")
+        case HTTPException(status_code=405):
+            allowed = (error.headers or {}).get("Allow", "")
+            refusal = ApiError(405, f"{request.method} does not go with this path; use {allowed}", code="wrong_method")
+            refusal.headers = error.headers
+            return refusal
+        case HTTPException(status_code=400, __cause__=Exception() as reason):
+            return ApiError(400, f"the body cannot be read: {_why_unreadable(reason)}", code="invalid_json")
+    return described(error)
+
+
+def _why_unreadable(reason: Exception) -> str:
+    match reason:
+        case UnicodeDecodeError():
+            return "it is not UTF-8"
+        case RecursionError():
+            return f"it {_TOO_DEEP}"
+        case ValueError():
+            return "a number has too many digits"
+    return "it broke off"
+
+
+def _is_called_json(request: Request) -> bool:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _not_called_json(request: Request) -> ApiError:
+    kind = request.headers.get("content-type", "")
+    message = f"the Content-Type {kind!r} is not that of JSON; send the body as 'application/json'"
+    return ApiError(400, message, code="invalid_content_type")
 
 
 def _code_of(message: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 from pathlib import Path
 
 from paged_backend import EngineConfig
@@ -15,7 +16,7 @@ _BESIDE_WEIGHTS = 1.2
 
 def num_bytes_needed(model: str, config: EngineConfig) -> int:
     """Bytes for the weights of a folder or a file, and the KV cache, if its size is given; 0 for what is not here."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     cache = config.kv_cache_memory if isinstance(config.kv_cache_memory, int) else 0
     if path.is_file():
         num_bytes = path.stat().st_size

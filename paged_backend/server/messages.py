@@ -51,7 +51,7 @@ async def stream_message(serving: Serving, body: MessagesRequest) -> AsyncGenera
 
 async def count_tokens(serving: Serving, body: CountTokensRequest) -> dict[str, int]:
     """How long the prompt of such a message is."""
-    wish = as_chat(MessagesRequest(**body.model_dump(exclude_none=True), max_tokens=1))
+    wish = as_chat(MessagesRequest(**body.given(), max_tokens=1))
     token_ids = await serving.prepare(
         serving.llm.encode_chat,
         wish.messages,

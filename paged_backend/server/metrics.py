@@ -93,38 +93,32 @@ class Metrics:
             )
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
-        self._counters = {
-            name: Counter(f"paged:{name}", text, LABELS, registry=self._registry).labels(*self._labels)
-            for name, text in _COUNTERS.items()
-        }
-        self._by_source = Counter(
-            "paged:prompt_tokens_by_source",
+        self._counters = {name: self._counter(name, text).labels(*self._labels) for name, text in _COUNTERS.items()}
+        self._by_source = self._counter(
+            "prompt_tokens_by_source",
             "Tokens of the prompts of finished requests, computed or found in the prefix cache.",
-            (*LABELS, "source"),
-            registry=self._registry,
+            "source",
         )
         for source in _BY_SOURCE:
             self._by_source.labels(*self._labels, source)
-        self._cached_by_source = Counter(
-            "paged:prompt_tokens_cached_by_source",
+        self._cached_by_source = self._counter(
+            "prompt_tokens_cached_by_source",
             "Cached tokens of the prompts of finished requests, by where they were found.",
-            (*LABELS, "source"),
-            registry=self._registry,
+            "source",
         ).labels(*self._labels, "device")
-        self._tool_calls = Counter(
-            "paged:tool_call_parser_invocations",
+        self._tool_calls = self._counter(
+            "tool_call_parser_invocations",
             "Outputs of requests with tools, with and without a call.",
-            (*LABELS, "mode", "outcome", "request_type"),
-            registry=self._registry,
+            *("mode", "outcome", "request_type"),
         )
         for labels in itertools.product(_MODES, ("tool_call", "no_tool_call"), _TOOL_USERS):
             self._tool_calls.labels(*self._labels, *labels)
-        self._rejections = Counter(
-            "paged:admission_rejections",
-            "Requests refused because the queue was full.",
-            (*LABELS, "reason"),
-            registry=self._registry,
+        self._rejections = self._counter(
+            "admission_rejections", "Requests refused because the queue was full.", "reason"
         ).labels(*self._labels, "max_num_queued_reqs")
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"paged:{name}", text, (*LABELS, *labels), registry=self._registry)
 
     def families(self, stats: EngineStats | None) -> Iterator[Metric]:
         """What Prometheus scrapes; `stats` is None if there is no engine to ask."""

@@ -40,6 +40,17 @@ class Body(BaseModel):
             return {key: item for key, item in value.items() if item is not None}
         return value
 
+    def given(self) -> dict[str, Any]:
+        """What the client sent, by the names it was sent under; as deep as it was sent, where `model_dump` gives up."""
+        aliases = {name: field.alias or name for name, field in type(self).model_fields.items()}
+        return {aliases[name]: _plain(getattr(self, name)) for name in aliases if name in self.model_fields_set}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Body):
+        return value.given()
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
 
 class ModelBody(Body):
     model: str | None = None
@@ -318,6 +329,9 @@ class TokenizeRequest(ModelBody):
     def _check_one_of(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise refused("prompt", "or messages must be given, and not both")
+        for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if self.messages is None and name in self.model_fields_set:
+                raise refused(name, "goes with messages only; leave it out")
         if self.messages is not None and self.add_special_tokens:
             raise refused("add_special_tokens", "does not go with messages, whose template has them")
         return self

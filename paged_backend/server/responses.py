@@ -107,7 +107,7 @@ class _Reply:
 
     def _response(self, status: str) -> dict[str, Any]:
         body = self._body
-        given = body.model_dump(mode="json", by_alias=True, exclude_none=True)
+        given = body.given()
         text = given.get("text") or {}
         return {
             **self._head,

@@ -115,7 +115,7 @@ def _call(item: Item) -> dict[str, Any]:
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+    return {"type": "function", "function": {key: value for key, value in tool.given().items() if key != "type"}}
 
 
 def _tool_choice(choice: str | FunctionChoice | None) -> Any:

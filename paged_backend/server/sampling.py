@@ -38,7 +38,7 @@ def given_sampling(body: GenerationBody) -> dict[str, Any]:
     """What the client set, however falsy; the model's recommendations fill the rest."""
     given = {name: getattr(body, name) for name in _SAME_NAMES if name in body.model_fields_set}
     if body.repetition_detection is not None:
-        given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump())
+        given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.given())
     if (structure := _structure(body)) is not None:
         given["structured_outputs"] = structure
     return given
@@ -47,7 +47,7 @@ def given_sampling(body: GenerationBody) -> dict[str, Any]:
 def _structure(body: GenerationBody) -> StructuredOutputsParams | None:
     """What the output must match, if the client said so in one of the two ways."""
     if body.structured_outputs is not None:
-        return StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True, exclude_unset=True))
+        return StructuredOutputsParams(**body.structured_outputs.given())
     match body.response_format:
         case ResponseFormat(type="json_object"):
             return StructuredOutputsParams(json_object=True)

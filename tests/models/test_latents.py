@@ -10,6 +10,7 @@ from _pytest.mark import ParameterSet
 from transformers import GenerationConfig, PreTrainedModel
 
 from helpers_architectures import VOCAB_SIZE, make_tiny
+from helpers_models import prompt_logprobs
 from paged_backend import LLM, BeamSearchParams, SamplingParams, check_model
 
 NUM_NEW, BLOCK = 14, 4
@@ -116,9 +117,6 @@ def test_log_probabilities_of_integers_are_nearly_those_of_the_latents() -> None
     read = []
     for kv_cache_dtype in ("auto", "int8"):
         with make_llm(model, kv_cache_dtype=kv_cache_dtype) as llm:
-            (output,) = llm.generate([prompt], GREEDY.replace(max_tokens=1, prompt_logprobs=0))
-        assert output.prompt_logprobs is not None
-        entries = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
-        read.append(torch.tensor([each[token_id].logprob for token_id, each in entries if each]))
+            read.append(prompt_logprobs(llm, prompt))
     difference = (read[0] - read[1]).abs()
     assert 0 < difference.mean() < 0.05 * read[0].std()
