@@ -101,6 +101,21 @@ def test_a_reader_who_reads_nothing_is_idle() -> None:
     server.serving.close()
 
 
+@pytest.mark.parametrize("begun", [b"", b'{"prompt": '], ids=["nothing", "a part"])
+def test_a_body_that_stops_coming_is_a_408(begun: bytes) -> None:
+    server = make_server(stall_timeout=0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    with server.live() as url, socket.socket() as connection:
+        connection.settimeout(WAIT_SECONDS)
+        host, port = url.removeprefix("http://").split(":")
+        connection.connect((host, int(port)))
+        connection.sendall(head + begun)
+        answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"stall_timeout=0.3 seconds" in answer
+        wait_until(lambda: server.models.num_active == 0)
+    server.serving.close()
+
+
 async def test_the_event_loop_goes_on_while_prompts_are_tokenised(server: ServerUnderTest) -> None:
     """However long that takes."""
     gaps = []

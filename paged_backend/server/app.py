@@ -102,7 +102,7 @@ def create_app(models: Models, tracing: Tracing | None = None) -> FastAPI:
         add_page(app)
         add_kv_map(app, models)
     # The last one added is the first to see a request.
-    app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes)
+    app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes, stall_timeout=settings.stall_timeout)
     app.add_middleware(CountRequests, models=models)
     if settings.api_keys:
         app.add_middleware(RequireKey, keys=settings.api_keys, open_paths=page_paths() if settings.ui else frozenset())

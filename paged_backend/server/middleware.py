@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -68,11 +69,11 @@ class CountRequests:
 
 
 class LimitBody:
-    """413 for bodies that are too large, as soon as that is known."""
+    """413 for bodies that are too large, as soon as that is known, and 408 for those of which nothing more comes."""
 
-    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, max_bytes: int, stall_timeout: float) -> None:
         self._app = app
-        self._max_bytes = max_bytes
+        self._max_bytes, self._stall_timeout = max_bytes, stall_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,12 +83,17 @@ class LimitBody:
         if announced.isdecimal() and int(announced) > self._max_bytes:
             await self._too_large().response(scope["path"])(scope, receive, send)
             return
-        num_bytes = 0
+        num_bytes, is_whole = 0, False
 
         async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            try:
+                async with asyncio.timeout(None if is_whole else self._stall_timeout):
+                    message = await receive()
+            except TimeoutError:
+                raise self._stalled() from None
             num_bytes += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
             if num_bytes > self._max_bytes:
                 raise self._too_large()
             return message
@@ -99,6 +105,13 @@ class LimitBody:
             413,
             f"the body is larger than max_body_bytes={self._max_bytes}; send less, or raise the limit",
             code="body_too_large",
+        )
+
+    def _stalled(self) -> ApiError:
+        return ApiError(
+            408,
+            f"nothing more of the body came for stall_timeout={self._stall_timeout:g} seconds; send it again",
+            code="body_stalled",
         )
 
 

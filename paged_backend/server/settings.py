@@ -40,7 +40,7 @@ class ServerSettings:
     shutdown_timeout: float = 30.0
     """Seconds that requests get to finish after the first SIGTERM."""
     stall_timeout: float = 60.0
-    """Seconds that a stream's reader may read nothing before the stream is given up."""
+    """Seconds without a byte after which a body that is being sent, or a stream that is being read, is given up."""
     model_idle_timeout: float | None = None
     """Seconds without a request after which a model is unloaded; the next one loads it again. None: never."""
     model_unload_timeout: float = 60.0
