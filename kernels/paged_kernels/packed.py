@@ -26,7 +26,7 @@ from paged_kernels.vector import LANES, WIDTH, copy_from_float32, copy_to_float3
 
 _BYTE = np.empty(0, np.int8)
 _VALUES = {16: TYPES[torch.bfloat16], 8: np.empty(0, np.uint8), 4: _BYTE}  # see quads.py
-SERIAL_COST = {16: 200_000, 8: 400_000, 4: 400_000}  # about 10 µs: a product below is not worth other threads
+SERIAL_COST = {16: 200_000, 8: 200_000, 4: 200_000}  # about 10 µs: a product below is not worth other threads
 _MOST_ROWS = 256  # that stay in the L2 cache
 # As many sums as fit in the registers: of so many blocks, of one of these numbers of rows, whichever is next below.
 _BLOCKS_AT_ONCE = 4 if WIDTH >= LANES else 2
