@@ -121,7 +121,7 @@ def _load_backend(
     chat_tokenizer = (
         None if loaded.tokenizer is None else Tokenizer(loaded.tokenizer, loaded.chat_template, is_callers=is_callers)
     )
-    if loaded.is_encoder or loaded.classification is not None:
+    if not loaded.generates:
         runs = EncoderRunner if loaded.classification is None else ClassifierRunner
         return EncoderBackend(
             name=loaded.name,

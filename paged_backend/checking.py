@@ -31,8 +31,9 @@ def check_model(
     config = EngineConfig(**settings)
     with ranks_for(config) as ranks:
         loaded = load(model, tokenizer, config, ranks)
-        if loaded.is_encoder:
-            raise ModelError(f"{loaded.name} is an encoder: it has no KV cache, and runs on padded batches")
+        if not loaded.generates:
+            kind = "an encoder" if loaded.classification is None else "a classifier"
+            raise ModelError(f"{loaded.name} is {kind}: it has no KV cache, and runs on padded batches")
         runner = ModelRunner(loaded, config)
     runner.close()
     return runner.verdict

@@ -78,8 +78,21 @@ def test_what_it_cannot_be_is_said() -> None:
         EngineConfig(kv_cache_dtype="fp4")
     with pytest.raises(ConfigError, match="float8_e4m3fn keys and values: 'cpu' lacks: float8 caches; use 'int8'"):
         make_llm(kv_cache_dtype="fp8", device="cpu")
-    with pytest.raises(ConfigError, match="kv_cache_dtype='int8' is not available for BloomForCausalLM"):
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8' is not available.*attention is code of its own"):
         LLM(AutoModelForCausalLM.from_config(BloomConfig(vocab_size=64, hidden_size=32)).eval(), kv_cache_dtype="int8")
+
+
+def test_where_8_bits_change_too_much_it_is_said_by_how_much_and_what_to_do() -> None:
+    model = make_model()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.mul_(50)  # so that all attention goes to one of several nearly equal keys
+    with LLM(model, kv_cache_memory="1MiB"):
+        pass
+    wanted = r"kv_cache_dtype='int8' .*is not available .*differs .* by 0\.\d+ .*at most 0\.3 .*leave it at 'auto'"
+    for options in ({}, {"attention_backend": "torch"}):
+        with pytest.raises(ConfigError, match=wanted) as refused:
+            LLM(model, kv_cache_memory="1MiB", kv_cache_dtype="int8", **options)
+        assert "own" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from helpers_models import BOS, EOS, VOCAB_SIZE, make_tokenizer, save_model
 from helpers_server import answered, refusal
-from paged_backend import LLM, InvalidRequestError, LoRARequest, SamplingParams
+from paged_backend import LLM, InvalidRequestError, LoRARequest, ModelError, SamplingParams, check_model
 from paged_backend.server.app import create_app
 from paged_backend.server.models import Models
 from paged_backend.server.serving import Serving
@@ -147,6 +147,12 @@ def test_other_encoders_and_decoders_have_heads_too(architecture: str, tmp_path:
     assert scores == pytest.approx(right, abs=1e-4)
 
 
+@pytest.mark.parametrize("architecture", ["roberta", "llama"])
+def test_check_says_what_a_classifier_lacks(architecture: str) -> None:
+    with pytest.raises(ModelError, match="is a classifier: it has no KV cache"):
+        check_model(make_classifier(architecture, 1))
+
+
 def test_classes_have_probabilities(tmp_path: Path) -> None:
     model = make_classifier("bert", 3, id2label={0: "bad", 1: "fair", 2: "good"})
     with LLM(model, pair_tokenizer()) as llm:
@@ -179,8 +185,9 @@ def test_the_checkpoint_says_what_makes_scores(config: dict[str, Any], shown: st
 
 
 def test_a_classifier_does_nothing_else(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="is a classifier, which cannot generate text; use score_pairs"):
+        llm.generate(QUERY, SamplingParams(max_tokens=2))
     for call in (
-        lambda: llm.generate(QUERY, SamplingParams(max_tokens=2)),
         lambda: llm.embed(QUERY),
         lambda: llm.score_pairs(QUERY, []),
         lambda: llm.score_pairs([QUERY], DOCUMENTS),

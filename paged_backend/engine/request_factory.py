@@ -116,10 +116,13 @@ class RequestFactory:
         return self._limits.classification
 
     def check_generates(self) -> None:
-        """Raises InvalidRequestError if the model gives embeddings only."""
+        """Raises InvalidRequestError if the model gives embeddings or scores only."""
+        if self._limits.classification is not None:
+            raise InvalidRequestError(
+                "this model is a classifier, which cannot generate text; use score_pairs(), rerank() or classify()"
+            )
         if not self._limits.generates:
-            way_out = "embed()" if self._limits.classification is None else "score_pairs(), rerank() or classify()"
-            raise InvalidRequestError(f"this model is an encoder, which cannot generate text; use {way_out}")
+            raise InvalidRequestError("this model is an encoder, which cannot generate text; use embed()")
 
     def pooling_params(self, pooling: str | None, normalize: bool | None, dimensions: int | None) -> PoolingParams:
         """What was asked for, with the model's own choices for None; raises InvalidRequestError."""

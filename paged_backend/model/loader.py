@@ -103,6 +103,11 @@ class LoadedModel:
     default_sampling: dict[str, Any] = field(default_factory=dict)
     """What generation_config.json sets, in SamplingParams' names; values that SamplingParams refuses are left out."""
 
+    @property
+    def generates(self) -> bool:
+        """Whether it has a KV cache, and not padded batches of whole texts."""
+        return not self.is_encoder and self.classification is None
+
 
 def load(
     model: str | os.PathLike[str] | PreTrainedModel,

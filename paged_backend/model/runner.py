@@ -59,6 +59,8 @@ from paged_kernels.transfers import to_device
 logger = logging.getLogger(__name__)
 
 
+_ATTENDING_ITSELF = (Tier.GATHERED, Tier.OWN_CACHE)
+"""Where the model's own code attends."""
 _Tier = StatefulTier | GatheredTier | OwnCacheTier
 _Copies = Sequence[tuple[int, int]]
 
@@ -169,9 +171,9 @@ class ModelRunner:
 
     def _choose_way(self, loaded: LoadedModel, config: EngineConfig) -> Verdict:
         trial = self._trial(loaded, config)
-        reasons = []
+        settings, reasons = _settings_of_paged_attention(trial), []
         for way in ways_to_run(self._model):
-            if self._is_sharded and way.tier is not Tier.PACKED:
+            if (self._is_sharded and way.tier is not Tier.PACKED) or (settings and way.tier in _ATTENDING_ITSELF):
                 continue
             try:
                 verdict = self._try_way(way, trial)
@@ -188,7 +190,13 @@ class ModelRunner:
             else:
                 logger.info("%s runs %s", loaded.name, way)
                 return verdict
-        raise ModelError(f"{loaded.name}: no way to run it gives the logits of a plain run ({'; '.join(reasons)})")
+        said = f"gives the logits of a plain run ({'; '.join(reasons)})"
+        if settings:
+            raise ConfigError(
+                f"{' with '.join(settings)} is not available for {loaded.name}: no way to run it like this {said}; "
+                "leave it at 'auto'"
+            )
+        raise ModelError(f"{loaded.name}: no way to run it {said}")
 
     def _trial(self, loaded: LoadedModel, config: EngineConfig) -> _Trial:
         model = self._model
@@ -200,9 +208,7 @@ class ModelRunner:
         dtype = kv_cache.storage_dtype(config, model.dtype)
         rounds_inputs = loaded.is_quantized or any(isinstance(module, PackedLinear) for module in model.modules())
         coarsest = torch.int8 if rounds_inputs and dtype.itemsize > 1 else dtype
-        check = functools.partial(
-            check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest, name=loaded.name
-        )
+        check = functools.partial(check_logits, self, probe, expected, block_size=config.block_size, dtype=coarsest)
         if config.enable_lora:
             check = functools.partial(self._check_and_watch, check)
         return _Trial(loaded, config, probe, dtype, check, model.config._attn_implementation)
@@ -216,9 +222,6 @@ class ModelRunner:
     def _try_way(self, way: Way, trial: _Trial) -> Verdict:
         """Raises ModelError, or whatever the model's code raises, if this is not the way to run it."""
         model, config, block_size = self._model, trial.config, trial.config.block_size
-        attends_itself = way.tier in (Tier.GATHERED, Tier.OWN_CACHE)
-        if attends_itself:
-            _check_attends_itself(trial, config)
         call = ModelCall(model, position_offset=way.position_offset)
         latents = not (config.enable_lora or self._is_sharded)
         tier = self._tier(way, call, latents=latents)
@@ -233,7 +236,7 @@ class ModelRunner:
         groups = layer_groups(specs, block_size, trial.loaded.max_model_len)
         self._specs, self._places, self.reaches = groups.tell(specs), groups.place_of, groups.reaches
         self._attention = None
-        if not attends_itself:
+        if way.tier not in _ATTENDING_ITSELF:
             needs = Needs(self.device, model.dtype, trial.dtype, block_size, cast("list[LayerSpec]", self._specs))
             self._attention = attention_backend(config.attention_backend, needs)
         max_len, meter, step_bytes = trial.loaded.max_model_len, meter_of(self.device), 0
@@ -389,7 +392,7 @@ class ModelRunner:
             try:
                 return trial.check()
             except ModelError as error:
-                logger.warning("not using the fused decoder: %s", error)
+                logger.warning("%s: not using the fused decoder: %s", trial.loaded.name, error)
                 packed.use(None)
         return self._check_linears(trial)
 
@@ -437,17 +440,14 @@ def _is_of_kernels(error: Exception) -> bool:
     return any(name.partition(".")[0] in ("paged_kernels", "triton", "numba") for name in names)
 
 
-def _check_attends_itself(trial: _Trial, config: EngineConfig) -> None:
-    """Settings of paged attention are refused where there is none."""
-    for name, is_default in (
-        ("kv_cache_dtype", config.kv_cache_dtype == "auto" or trial.dtype == trial.loaded.model.dtype),
-        ("attention_backend", config.attention_backend == "auto"),
-    ):
-        if not is_default:
-            raise ConfigError(
-                f"{name}={getattr(config, name)!r} is not available for {trial.loaded.name}, with attention "
-                "code of its own; leave it at 'auto'"
-            )
+def _settings_of_paged_attention(trial: _Trial) -> list[str]:
+    """Those that were asked for, and which the model's own attention does not have."""
+    config, settings = trial.config, []
+    if config.kv_cache_dtype != "auto" and trial.dtype != trial.loaded.model.dtype:
+        settings.append(f"kv_cache_dtype={config.kv_cache_dtype!r}")
+    if config.attention_backend != "auto":
+        settings.append(f"attention_backend={config.attention_backend!r}")
+    return settings
 
 
 def _set_attention(model: Any, implementation: str) -> None:

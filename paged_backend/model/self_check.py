@@ -50,7 +50,7 @@ def probe_token_ids(
 
 
 def check_logits(
-    runner: _Runner, token_ids: list[int], expected: Tensor, *, block_size: int, dtype: torch.dtype, name: str
+    runner: _Runner, token_ids: list[int], expected: Tensor, *, block_size: int, dtype: torch.dtype
 ) -> float:
     """Compute two copies of the probe in chunks and then token by token, in the same steps, and compare all logits.
 
@@ -91,8 +91,8 @@ def check_logits(
     limit = _LARGEST_DIFFERENCE[dtype]
     if not largest <= limit:
         raise ModelError(
-            f"{name}: it differs from a plain run by {largest:.2g} standard deviations of the logits "
-            f"(at most {limit:g} would be rounding), so the engine would get this model wrong; it cannot serve it yet"
+            f"it differs from a plain run by {largest:.2g} standard deviations of the logits "
+            f"(at most {limit:g} would be rounding)"
         )
     return largest
 

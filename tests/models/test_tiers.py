@@ -97,6 +97,18 @@ def test_samples_and_beams_fork_with_all_that_their_parent_has(architecture: str
     assert len({tuple(beam.token_ids) for beam in beams.outputs}) == 3
 
 
+@pytest.mark.parametrize("architecture", ["lfm2", *map(slow, ("mamba", "qwen3_next", "recurrent_gemma"))])
+def test_sequences_that_were_computed_together_part_and_meet_others(architecture: str) -> None:
+    model = make_tiny(architecture)
+    prompts = random_prompts(6, 6, 6, 9, 6)
+    nums_new = (3, NUM_NEW, 5, 8, 1)
+    with make_llm(model, max_num_seqs=6) as llm:
+        params = [GREEDY.replace(max_tokens=num_new, n=2) for num_new in nums_new]
+        outputs = llm.generate(prompts, params)
+    for prompt, num_new, output in zip(prompts, nums_new, outputs, strict=True):
+        assert [sample.token_ids for sample in output.outputs] == [greedy(model, prompt, num_new)] * 2
+
+
 @pytest.mark.parametrize("architecture", ["bloom", slow(SHARING)])
 def test_what_is_all_in_pages_is_shared(architecture: str) -> None:
     model = make_tiny(architecture)

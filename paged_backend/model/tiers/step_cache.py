@@ -18,8 +18,8 @@ class Pages(Protocol):
         ...
 
 
-class LinearState(NamedTuple):
-    """What one convolution or recurrence has of one sequence."""
+class LinearStates(NamedTuple):
+    """What one convolution or recurrence has of the B sequences of a call, [B, ...] each."""
 
     conv: Tensor | None
     recurrent: Tensor | None
@@ -29,10 +29,14 @@ class LinearState(NamedTuple):
 class SequenceState(NamedTuple):
     """What all of a model's convolutions and recurrences have of one sequence after its computed tokens.
 
-    A value: a step makes new ones, so that forks share it.
+    A value: a step makes new ones, so that forks share it. Sequences of one call share its memory until all of them
+    have been in another one: most go on together, and are copied together.
     """
 
-    layers: tuple[LinearState, ...]
+    layers: tuple[LinearStates, ...]
+    """Of all sequences of the call."""
+    row: int
+    """Which of them it is."""
     in_modules: tuple[Tensor, ...] = ()
     """What it has in the model's modules: see ModuleStates."""
 
@@ -41,8 +45,8 @@ class SequenceState(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        tensors = [tensor for layer in self.layers for tensor in layer[:2] if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *self.in_modules))
+        of_layers = [tensor[self.row] for layer in self.layers for tensor in layer[:2] if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*of_layers, *self.in_modules))
 
 
 class StepCache(DynamicCache):  # type: ignore[misc]
@@ -61,19 +65,19 @@ class StepCache(DynamicCache):  # type: ignore[misc]
         self._pages = pages
         self._num_before, self._num_new = num_before, num_new
         self._num_sequences = len(states)
-        first = states[0] if states else None
-        if first is not None:
-            assert all(state is not None for state in states)
-            columns = zip(*(state.layers for state in states if state is not None), strict=True)
-            for (layer, index), column in zip(self._places(), columns, strict=True):
-                _fill(layer, index, column)
+        known = [state for state in states if state is not None]
+        assert len(known) in (0, len(states))
+        if known:
+            for (layer, index), joined in zip(self._places(), _joined(known), strict=True):
+                _fill(layer, index, joined)
 
     def states(self) -> list[SequenceState]:
         """Of each sequence, after the call."""
-        return [
-            SequenceState(tuple(_state(layer, index, row) for layer, index in self._places()))
-            for row in range(self._num_sequences)
-        ]
+        layers = tuple(
+            LinearStates(layer.conv_states[index], layer.recurrent_states[index], layer.conv_kernel_size[index])
+            for layer, index in self._places()
+        )
+        return [SequenceState(layers, row) for row in range(self._num_sequences)]
 
     def _places(self) -> list[tuple[Any, int]]:
         return [(layer, index) for layer in _linear_layers(self) for index in range(layer.number_of_states)]
@@ -115,28 +119,41 @@ def _linear_layers(cache: DynamicCache) -> list[Any]:
     return [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
 
 
-def _fill(layer: Any, index: int, states: tuple[LinearState, ...]) -> None:
-    first = states[0]
-    if first.conv is not None:
-        layer.conv_states[index] = torch.stack([state.conv for state in states if state.conv is not None])
+def _joined(states: list[SequenceState]) -> list[LinearStates]:
+    """Of these sequences, in memory that a call may change."""
+    layers, rows = states[0].layers, [state.row for state in states]
+    if all(state.layers is layers for state in states):
+        return [LinearStates(_select(layer.conv, rows), _select(layer.recurrent, rows), layer[2]) for layer in layers]
+    columns = zip(*(state.layers for state in states), strict=True)
+    return [
+        LinearStates(
+            _stack([layer.conv for layer in column], rows),
+            _stack([layer.recurrent for layer in column], rows),
+            column[0][2],
+        )
+        for column in columns
+    ]
+
+
+def _select(tensor: Tensor | None, rows: list[int]) -> Tensor | None:
+    return None if tensor is None else tensor.index_select(0, torch.tensor(rows, device=tensor.device))
+
+
+def _stack(tensors: list[Tensor | None], rows: list[int]) -> Tensor | None:
+    """Row `rows[i]` of each tensor, unless there are none."""
+    known = [tensor[row] for tensor, row in zip(tensors, rows, strict=True) if tensor is not None]
+    return torch.stack(known) if known else None
+
+
+def _fill(layer: Any, index: int, states: LinearStates) -> None:
+    if states.conv is not None:
+        layer.conv_states[index] = states.conv
         layer.is_conv_states_initialized[index] = True
-        layer.conv_kernel_size[index] = first.conv_kernel_size
-    if first.recurrent is not None:
-        layer.recurrent_states[index] = torch.stack([item.recurrent for item in states if item.recurrent is not None])
+        layer.conv_kernel_size[index] = states.conv_kernel_size
+    if states.recurrent is not None:
+        layer.recurrent_states[index] = states.recurrent
         layer.is_recurrent_states_initialized[index] = True
     layer.has_previous_state[index] = True
-    known = first.conv if first.conv is not None else first.recurrent
+    known = states.conv if states.conv is not None else states.recurrent
     if known is not None:
         layer.device, layer.dtype = known.device, known.dtype
-
-
-def _state(layer: Any, index: int, row: int) -> LinearState:
-    conv, recurrent = layer.conv_states[index], layer.recurrent_states[index]
-    return LinearState(_row(conv, row), _row(recurrent, row), layer.conv_kernel_size[index])
-
-
-def _row(states: Tensor | None, row: int) -> Tensor | None:
-    """Its own memory, so that one sequence's state does not keep those of a whole batch."""
-    if states is None:
-        return None
-    return states[row] if states.shape[0] == 1 else states[row].clone()
