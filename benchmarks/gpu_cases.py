@@ -56,14 +56,18 @@ def sample(num_rows: int, dtype: torch.dtype) -> None:
         triton_sampling.mask_logits(logits, top_k, meta(num_rows, -(-VOCAB_SIZE // 32), dtype=torch.int32))
 
 
-def adapt(num_tokens: int, rank: int, widths: tuple[int, ...], *, depth: int = 4096) -> None:
+def adapt(
+    num_tokens: int, rank: int, widths: tuple[int, ...], *, depth: int = 4096, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Eight adapters of a merged layer, half of the tokens without one."""
-    pieces = [Piece(sum(widths[:i]), meta(rank, depth), meta(rank, width)) for i, width in enumerate(widths)]
+    pieces = [
+        Piece(sum(widths[:i]), meta(rank, depth, dtype=dtype), meta(rank, width, dtype=dtype))
+        for i, width in enumerate(widths)
+    ]
     index = np.arange(num_tokens, dtype=np.int32) % 16
     rows = RowIndex(np.where(index < 8, index, -1).astype(np.int32), 8)
-    triton_lora.add_low_rank(
-        meta(num_tokens, sum(widths)), meta(num_tokens, depth), LowRankAdapters([pieces] * 8), rows
-    )
+    out, x = meta(num_tokens, sum(widths), dtype=dtype), meta(num_tokens, depth, dtype=dtype)
+    triton_lora.add_low_rank(out, x, LowRankAdapters([pieces] * 8), rows)
 
 
 AROUND_ATTENTION: dict[str, Callable[[], None]] = {
@@ -76,4 +80,5 @@ AROUND_ATTENTION: dict[str, Callable[[], None]] = {
     "decode, adapters of rank 16": lambda: adapt(64, 16, (4096, 1024, 1024)),
     "prefill, adapters of rank 64": lambda: adapt(2048, 64, (4096, 1024, 1024)),
     "prefill, adapters of uneven width": lambda: adapt(2048, 8, (1001,)),
+    "prefill, float32 adapters of rank 64": lambda: adapt(2048, 64, (4096, 1024, 1024), dtype=torch.float32),
 }

@@ -3,16 +3,21 @@
     python benchmarks/gpu_check.py --out gpu.json
     python benchmarks/gpu_check.py --dry          everything at tiny sizes on the CPU, to see that the script runs
 
+From a checkout that is not installed: PYTHONPATH=.:kernels python benchmarks/gpu_check.py
+
 Right comes first. Then what the device can do is measured, so that attention can be given as a share of it; then whole
 engines are compared on a random model of Llama 3 8B's shape, made on the device: this one with CUDA graphs and without,
 transformers' `generate` and `generate_batch`, and vLLM where it is installed. Each stage has a time limit of its own
-making: one for which too little of `--minutes` is left is skipped. Results are written after each stage.
+making: one for which too little of `--minutes` is left is skipped. Results are written after each stage. What others
+make of it comes last, and whatever still runs a minute after the time is over is ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import pathlib
@@ -20,6 +25,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,14 +35,15 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from gpu_right import adapters_are_right, engine_is_right, kernels_are_right
-from gpu_setup import Check, Pages, make_llm, make_model, model_config, use_own_attention
+from gpu_setup import Check, Pages, describe, make_llm, make_model, model_config, use_own_attention
 from paged_backend import LLM, SamplingParams
 from paged_backend.model.runner import ModelRunner
 
 
 def machine(check: Check) -> dict[str, Any]:
     versions = {
-        name: importlib.util.find_spec(name) is not None for name in ("triton", "flash_attn", "flashinfer", "vllm")
+        name: importlib.metadata.version(name) if importlib.util.find_spec(name) else None
+        for name in ("transformers", "triton", "vllm")
     }
     found: dict[str, Any] = {"torch": torch.__version__, **versions}
     if not check.is_dry:
@@ -85,14 +92,14 @@ def prefill_attention(check: Check) -> dict[str, Any]:
     found = {}
     for length in (64,) if check.is_dry else (512, 2048, 8192):
         pages = Pages(check, 1, length, length)
-        ours = check.seconds_of(pages.attend, repeats=10)
+        ours = check.seconds_of_launches(pages.attend)
         query = check.random(1, 32, length, 128)
         key, value = (check.random(1, 8, length, 128) for _ in range(2))
 
         def dense(query: Tensor = query, key: Tensor = key, value: Tensor = value) -> Tensor:
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-        sdpa = check.seconds_of(dense, repeats=10)
+        sdpa = check.seconds_of_launches(dense)
         found[str(length)] = {
             "us": round(ours * 1e6, 1),
             "sdpa_us": round(sdpa * 1e6, 1),
@@ -125,11 +132,11 @@ def whole_engines(check: Check) -> dict[str, Any]:
     model = make_model(model_config(check), check.device, check.dtype)
     num_requests = 4 if check.is_dry else 64
     loads = {kind: Workload(check, num_requests, is_uniform=kind == "uniform") for kind in ("mixed", "uniform")}
-    mixed, uniform = loads.values()
     found: dict[str, Any] = {}
     settings: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 1088}
     if check.is_dry:
         settings = {"kv_cache_memory": "8MiB", "max_num_seqs": 4}
+    settings["enable_prefix_caching"] = False  # else nothing of the prompts would be left to compute
     ways: dict[str, dict[str, Any]] = {
         "paged-backend": {},
         "paged-backend, one step after the other": {"async_scheduling": False},
@@ -138,20 +145,17 @@ def whole_engines(check: Check) -> dict[str, Any]:
     for name, options in ways.items():
         runner, llm = make_llm(model, **settings, **options)
         with llm:
-            _generate(llm, uniform)  # compiles, and captures
+            for load in loads.values():
+                _generate(llm, load)  # compiles, and captures
             found[name] = {
                 kind: _rate(check, load, functools.partial(_generate, llm, load)) for kind, load in loads.items()
             }
             found[name] |= _steps(check, llm, 1 if check.is_dry else 64)
             found[name] |= _overhead(check, llm, runner, 1 if check.is_dry else 64)
+        check.keep("whole engines", found)
     use_own_attention(model)
+    mixed = loads["mixed"]
     found["transformers generate"] = {"mixed": _rate(check, mixed, lambda: _generate_padded(check, model, mixed))}
-    if hasattr(model, "generate_batch") and not check.is_dry:
-        try:
-            rate: float | str = _rate(check, uniform, lambda: _generate_batch(model, uniform))
-        except Exception as error:  # which loses nobody else's figures
-            rate = f"{type(error).__name__}: {error}"[:300]
-        found["transformers generate_batch"] = {"uniform": rate}
     ours, static = found["paged-backend"]["mixed"], found["transformers generate"]["mixed"]
     return {**found, "ratio_to_generate": round(ours / static, 1)}
 
@@ -174,11 +178,6 @@ def _generate_padded(check: Check, model: PreTrainedModel, load: Workload) -> No
     longest = max(map(len, load.prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in load.prompts], device=check.device)
     model.generate(ids, attention_mask=(ids > 0).long(), max_new_tokens=max(load.lengths), do_sample=False)
-
-
-def _generate_batch(model: Any, load: Workload) -> None:
-    config = GenerationConfig(max_new_tokens=load.lengths[0], do_sample=False, eos_token_id=-1, pad_token_id=0)
-    model.generate_batch(inputs=load.prompts, generation_config=config)
 
 
 def _steps(check: Check, llm: LLM, num_seqs: int) -> dict[str, float]:
@@ -258,13 +257,28 @@ def graphs(check: Check) -> dict[str, Any]:
     return found
 
 
+def generate_batch(check: Check) -> dict[str, Any]:
+    """transformers' own batching. What goes wrong in it is its own fault."""
+    if check.is_dry:
+        return {"skipped": "it is for GPUs"}
+    model: Any = make_model(model_config(check), check.device, check.dtype)
+    load = Workload(check, 64, is_uniform=True)
+    config = GenerationConfig(max_new_tokens=load.lengths[0], do_sample=False, eos_token_id=-1, pad_token_id=0)
+    try:
+        rate = _rate(check, load, lambda: model.generate_batch(inputs=load.prompts, generation_config=config))
+    except Exception as error:
+        return {"failed": describe(error)}
+    return {"uniform": rate}
+
+
 _VLLM = """
 import json, sys, time
 from vllm import LLM, SamplingParams
 folder, loads = json.loads(sys.stdin.read())
-llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=1088, gpu_memory_utilization=0.8)
+llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=1088, gpu_memory_utilization=0.8,
+          enable_prefix_caching=False)
 found = {}
-for name, (prompts, lengths) in [("warm-up", loads["uniform"]), *loads.items()]:
+for name, (prompts, lengths) in 2 * list(loads.items()):  # the first ones warm up
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False) for n in lengths]
     start = time.perf_counter()
     llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
@@ -279,15 +293,16 @@ def vllm(check: Check) -> dict[str, Any]:
     loads = {
         name: Workload(check, 64, is_uniform=is_uniform) for name, is_uniform in (("mixed", False), ("uniform", True))
     }
-    job = json.dumps([check.config_folder(), {name: [load.prompts, load.lengths] for name, load in loads.items()}])
-    done = subprocess.run(
-        [sys.executable, "-c", _VLLM],
-        input=job,
-        capture_output=True,
-        text=True,
-        timeout=check.seconds_left,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        model_config(check).save_pretrained(folder)
+        done = subprocess.run(
+            [sys.executable, "-c", _VLLM],
+            input=json.dumps([folder, {name: [load.prompts, load.lengths] for name, load in loads.items()}]),
+            capture_output=True,
+            text=True,
+            timeout=check.seconds_left,
+            check=False,
+        )
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not results:
         return {"error": done.stderr[-1000:]}
@@ -307,6 +322,7 @@ _STAGES: dict[str, tuple[float, Callable[[Check], dict[str, Any]]]] = {
     "prefill attention": (20, prefill_attention),
     "whole engines": (150, whole_engines),
     "graphs": (60, graphs),
+    "generate_batch": (45, generate_batch),
     "vllm": (90, vllm),
 }
 """And the seconds below which there is no use in beginning."""
@@ -350,12 +366,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.dry and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device; --dry runs everything at tiny sizes on the CPU")
+    if not arguments.dry:
+        faulthandler.dump_traceback_later(60 * (arguments.minutes + 1), exit=True)
     check = Check(is_dry=arguments.dry, minutes=arguments.minutes, out=arguments.out)
     for name in arguments.stages:
         check.stage(name, *_STAGES[name])
     check.stage("targets", 0, lambda check: targets(check.results))
     print(table(check.results))
-    if any("error" in found for found in check.results.values()):
+    if any("error" in found or not found.get("is_right", True) for found in check.results.values()):
         sys.exit(1)
 
 

@@ -32,18 +32,20 @@ def attend_and_store(
     heads: tuple[int, int],
     head_sizes: tuple[int, int],
     *,
-    cache_dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
     block_size: int = 16,
     values_in_keys: bool = False,
     **options: Any,
 ) -> None:
     """One layer of a step: all sequences have one query each if there are as many tokens."""
+    cache_dtype = cache_dtype or dtype
     sizes = [head_sizes[0], None if values_in_keys else head_sizes[1]]
     caches = [size and meta(1000, heads[1], block_size, size, dtype=cache_dtype) for size in sizes]
     scales = {}
     if cache_dtype.itemsize == 1:
         scales = {f"{x}_scales": size and meta(1000, heads[1], block_size) for x, size in zip("kv", sizes, strict=True)}
-    key_and_value = [size and meta(num_tokens, heads[1], size) for size in sizes]
+    key_and_value = [size and meta(num_tokens, heads[1], size, dtype=dtype) for size in sizes]
     store_kv(*key_and_value, *caches, meta(num_tokens, dtype=torch.int64), **scales)
     options["value_size"] = head_sizes[1]
     indices = [
@@ -51,7 +53,13 @@ def attend_and_store(
     ]
     plan = AttentionPlan(num_sequences if num_tokens == num_sequences else 0, 512 * block_size)
     paged_attention(
-        meta(num_tokens, heads[0], head_sizes[0]), *caches, *indices, scale=0.1, plan=plan, **scales, **options
+        meta(num_tokens, heads[0], head_sizes[0], dtype=dtype),
+        *caches,
+        *indices,
+        scale=0.1,
+        plan=plan,
+        **scales,
+        **options,
     )
 
 
@@ -79,10 +87,17 @@ CASES: dict[str, Callable[[], None]] = {
     "decode, heads of 128, e4m3 cache": lambda: attend_and_store(
         *DECODE, (32, 8), (128, 128), cache_dtype=torch.float8_e4m3fn
     ),
+    "heads of 128, float32": lambda: attend_and_store(*DECODE, (32, 8), (128, 128), dtype=torch.float32),
+    "heads of 256, float32": lambda: attend_and_store(*PREFILL, (16, 8), (256, 256), dtype=torch.float32),
+    "heads of 128, float32, int8 cache": lambda: attend_and_store(
+        *DECODE, (32, 8), (128, 128), dtype=torch.float32, cache_dtype=torch.int8
+    ),
     **AROUND_ATTENTION,
 }
 """What is compiled for each target: every kernel in every shape that has a configuration of its own."""
-_WIDE = ("norm_rows", "gate_rows", "begin_draws", "describe_rows", "shrink_rows")
+_WIDE_ALONE = ("norm_rows", "gate_rows")
+_WIDE = (*_WIDE_ALONE, "begin_draws", "describe_rows", "shrink_rows")
+_ITEMSIZES = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 NOT_ON = {"sm_80": ("decode, heads of 128, e4m3 cache",)}
 
 
@@ -106,9 +121,9 @@ def problems_of(compiled: Compiled, resources: Resources) -> list[str]:
     """Which rules the code breaks.
 
     No spilled registers: on NVIDIA no local memory at all, on AMD no vector registers in memory (scalar ones may be in
-    vector registers). Shared memory within the limit. On NVIDIA, loads of 16 bytes where whole rows are read. And for
-    what goes through the KV cache: as many of these loads as that takes, and as many buffers of keys and values as the
-    configuration asks for.
+    vector registers). Shared memory within the limit. On NVIDIA, loads of 16 bytes where whole rows are read, and none
+    of 1 or 2 bytes of hidden states. And for what goes through the KV cache: as many of these loads as that takes, and
+    as many buffers of keys and values as the configuration asks for.
     """
     problems = []
     if resources.num_spills:
@@ -117,19 +132,22 @@ def problems_of(compiled: Compiled, resources: Resources) -> list[str]:
         problems.append(f"{resources.shared_memory} bytes of shared memory, above {SHARED_MEMORY[compiled.target]}")
     if compiled.kernel == "attend":
         problems += _problems_of_loads(compiled, resources)
-    elif compiled.kernel in _WIDE and compiled.target.startswith("sm_") and not resources.wide_loads:
-        problems.append("no loads of 16 bytes")
+    elif compiled.target.startswith("sm_"):
+        if compiled.kernel in _WIDE and not resources.wide_loads:
+            problems.append("no loads of 16 bytes")
+        if compiled.kernel in _WIDE_ALONE and resources.narrow_loads:
+            problems.append(f"{resources.narrow_loads} loads of 1 or 2 bytes")
     return problems
 
 
 def _problems_of_loads(compiled: Compiled, resources: Resources) -> list[str]:
     constants, problems = compiled.constants, []
-    itemsize = 2 if compiled.signature["k_cache_ptr"] in ("*bf16", "*fp16") else 1
+    itemsize = _ITEMSIZES.get(compiled.signature["k_cache_ptr"], 1)
     tile_bytes = constants["KEYS"] * (constants["KEY_COLUMNS"] + constants["VALUE_COLUMNS"]) * itemsize
     bytes_per_load = 16 * compiled.num_warps * TARGETS[compiled.target].warp_size
     if resources.wide_loads * bytes_per_load < tile_bytes:
         problems.append(f"{resources.wide_loads} loads of 16 bytes per thread, too few for keys and values")
-    if itemsize == 2 and compiled.target.startswith("sm_"):
+    if itemsize > 1 and compiled.target.startswith("sm_"):
         if resources.narrow_loads:
             problems.append(f"{resources.narrow_loads} loads of 1 or 2 bytes")
         if resources.shared_memory < (compiled.num_stages - 1) * tile_bytes:

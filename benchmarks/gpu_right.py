@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel
 
 import paged_kernels
-from gpu_setup import BLOCK, TINY, Check, Pages, make_llm, make_model
+from gpu_setup import BLOCK, TINY, Check, Pages, describe, make_llm, make_model
 from paged_backend import LoRARequest, SamplingParams
 from paged_kernels import reference
 from paged_kernels.adapters import LowRankAdapters, Piece, RowIndex
@@ -28,19 +28,28 @@ _VOCAB_SIZE = 128256
 
 def kernels_are_right(check: Check) -> dict[str, Any]:
     """Each kernel against its definition, by the relative difference; the share of other tokens, of draws."""
-    differences = {**_attention(check), **_layers(check), **_adapters(check), **_draws(check)}
-    worst = max(differences.values())
+    differences, errors = dict[str, float](), dict[str, str]()
+    for part in (_attention, _rounded_caches, _head_sizes, _layers, _adapters, _changed_logits, _draws):
+        try:
+            differences |= part(check)
+        except Exception as error:  # the others are checked all the same
+            errors[part.__name__] = describe(error)
     wrong = {name: value for name, value in differences.items() if not value < _LARGEST_DIFFERENCE}
-    return {"is_right": not wrong, "cases": len(differences), "worst": worst, "wrong": wrong}
+    worst = max(differences.values(), default=None)
+    return {"is_right": not wrong | errors, "cases": len(differences), "worst": worst, "wrong": wrong | errors}
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
+def _batches(check: Check) -> list[tuple[int, int, int]]:
+    """Sequences, tokens of each, and how many of these are queries."""
+    return [(3, 40, 1), (2, 50, 20)] if check.is_dry else [(3, 700, 1), (5, 4000, 1), (2, 300, 300), (3, 900, 70)]
+
+
 def _attention(check: Check) -> dict[str, float]:
     found = {}
-    sizes = [(3, 40, 1), (2, 50, 20)] if check.is_dry else [(3, 700, 1), (5, 4000, 1), (2, 300, 300), (3, 900, 70)]
     num_heads = 32
     features: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -50,20 +59,47 @@ def _attention(check: Check) -> dict[str, float]:
         "sinks": {"sinks": torch.randn(num_heads, device=check.device)},
         "alibi": {"alibi_slopes": torch.linspace(0.01, 0.3, num_heads, device=check.device)},
     }
-    for num_seqs, length, num_queries in sizes:
+    for num_seqs, length, num_queries in _batches(check):
         pages = Pages(check, num_seqs, length, num_queries)
         for name, options in features.items():
-            actual, expected = pages.attend(**options), pages.attend(reference.paged_attention, **options)
-            found[f"{num_seqs}x{length} q{num_queries} {name}"] = _difference(actual, expected)
-        for dtype in [torch.int8] if check.is_dry else [torch.int8, torch.float8_e5m2, torch.float8_e4m3fn]:
+            found[f"{num_seqs}x{length} q{num_queries} {name}"] = _attended(pages, **options)
+    return found
+
+
+def _rounded_caches(check: Check) -> dict[str, float]:
+    found = {}
+    dtypes = [torch.int8] if check.is_dry else [torch.int8, torch.float8_e5m2, torch.float8_e4m3fn]
+    for num_seqs, length, num_queries in _batches(check):
+        pages = Pages(check, num_seqs, length, num_queries)
+        for dtype in dtypes:
             if dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability() < (8, 9):
                 continue
             found |= _rounded_cache(check, pages, dtype, f"{num_seqs}x{length} q{num_queries} {dtype}")
     return found
 
 
+def _head_sizes(check: Check) -> dict[str, float]:
+    """Each row of the tables in triton_configs.py, heads that are loaded in two parts, and latents."""
+    shapes: dict[str, dict[str, Any]] = {
+        "64": {"head_size": 64},
+        "80": {"head_size": 80, "heads": (32, 32)},
+        "256": {"head_size": 256, "heads": (16, 8)},
+        "latents": {"head_size": 576, "heads": (16, 1), "value_size": 512},
+    }
+    found = {}
+    for num_seqs, length, num_queries in (_batches(check)[0], _batches(check)[-1]):
+        for name, shape in shapes.items():
+            found[f"heads of {name} q{num_queries}"] = _attended(Pages(check, num_seqs, length, num_queries, **shape))
+    return found
+
+
+def _attended(pages: Pages, **options: Any) -> float:
+    return _difference(pages.attend(**options), pages.attend(reference.paged_attention, **options))
+
+
 def _rounded_cache(check: Check, pages: Pages, dtype: torch.dtype, name: str) -> dict[str, float]:
     """Storing and attending in a cache of 8 bits."""
+    assert pages.values is not None
     key, value = (one.transpose(1, 2).flatten(0, 1) for one in (pages.keys, pages.values))
     slots = torch.arange(len(key), device=check.device)
     stored: list[list[Tensor]] = []
@@ -77,29 +113,34 @@ def _rounded_cache(check: Check, pages: Pages, dtype: torch.dtype, name: str) ->
     scales_of = {"k_scales": ours[2], "v_scales": ours[3]}
     kept, pages.keys, pages.values = (pages.keys, pages.values), ours[0], ours[1]
     try:
-        actual, expected = pages.attend(**scales_of), pages.attend(reference.paged_attention, **scales_of)
+        attended = _attended(pages, **scales_of)
     finally:
         pages.keys, pages.values = kept
-    return {f"{name} stored": _difference(*widened), f"{name} attended": _difference(actual, expected)}
+    return {f"{name} stored": _difference(*widened), f"{name} attended": attended}
 
 
 def _layers(check: Check) -> dict[str, float]:
     """What is between matrix products."""
     x, residual, weight = check.random(7, 4096), check.random(7, 4096), check.random(4096)
-    sums = [kernels.add_rms_norm(x, residual.clone(), weight, 1e-5)[0] for kernels in (paged_kernels, reference)]
-    gates = check.random(7, 2 * 4096)
-    found = {
-        "add_rms_norm": _difference(*sums),
-        "silu_and_mul": _difference(paged_kernels.silu_and_mul(gates), reference.silu_and_mul(gates)),
-    }
-    cos, sin = check.random(7, 128), check.random(7, 128)
+    gates, cos, sin = check.random(7, 2 * 4096), check.random(7, 128), check.random(7, 128)
     query, key = check.random(7, 32, 128), check.random(7, 8, 128)
-    turned = []
-    for kernels in (paged_kernels, reference):
+
+    def turned(kernels: Any, is_interleaved: bool) -> Tensor:
         heads = query.clone(), key.clone()
-        kernels.rotary(*heads, cos, sin)
-        turned.append(torch.cat(heads, dim=1))
-    return {**found, "rotary": _difference(*turned)}
+        kernels.rotary(*heads, cos, sin, interleaved=is_interleaved)
+        return torch.cat(heads, dim=1)
+
+    both, found = (paged_kernels, reference), {}
+    for offset in (0.0, 1.0):
+        sums = [kernels.add_rms_norm(x, residual.clone(), weight, 1e-5, offset=offset)[0] for kernels in both]
+        found[f"add_rms_norm, offset {offset}"] = _difference(*sums)
+    for activation in ("silu", "gelu_tanh"):
+        gated = [kernels.silu_and_mul(gates, activation=activation) for kernels in both]
+        found[f"silu_and_mul, {activation}"] = _difference(*gated)
+    for is_interleaved in (False, True):
+        of_both = [turned(kernels, is_interleaved) for kernels in both]
+        found[f"rotary, interleaved: {is_interleaved}"] = _difference(*of_both)
+    return found
 
 
 def _adapters(check: Check) -> dict[str, float]:
@@ -115,6 +156,22 @@ def _adapters(check: Check) -> dict[str, float]:
             kernels.add_low_rank(out, x, adapters, rows)
         found[f"add_low_rank, {num_rows} rows"] = _difference(*outs)
     return found
+
+
+def _changed_logits(check: Check) -> dict[str, float]:
+    """Penalties, then a mask."""
+    vocab_size = 1000 if check.is_dry else _VOCAB_SIZE
+    logits = torch.randn(4, vocab_size, device=check.device)
+    ids = torch.randperm(vocab_size)[:300].repeat(2).to(check.device)
+    of_ids = torch.tensor([0, 2]).repeat_interleave(300).to(check.device)
+    repetition, subtracted = torch.rand(2, 600, device=check.device) + 0.5
+    rows = torch.tensor([3, 0], device=check.device)
+    bitmask = torch.randint(-(2**31), 2**31, (2, -(-vocab_size // 32)), dtype=torch.int32)
+    outs = logits.clone(), logits.clone()
+    for kernels, out in zip((paged_kernels, reference), outs, strict=True):
+        kernels.penalise(out, of_ids, ids, repetition, subtracted)
+        kernels.mask_logits(out, rows, bitmask)
+    return {"penalties and a mask": _difference(*(out.nan_to_num(neginf=-100.0) for out in outs))}
 
 
 def _draws(check: Check) -> dict[str, float]:

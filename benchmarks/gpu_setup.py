@@ -7,7 +7,6 @@ import gc
 import json
 import pathlib
 import statistics
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import paged_kernels
-from paged_backend import LLM, Backend, EngineConfig
+from paged_backend import LLM, EngineConfig
+from paged_backend.backend import backend_of
 from paged_backend.model import loader
 from paged_backend.model.runner import ModelRunner
-from paged_backend.sampling.sampler import Sampler
 
 _SHAPE = {
     "hidden_size": 4096,
@@ -42,6 +41,14 @@ TINY = {
     "max_position_embeddings": 512,
 }
 BLOCK = 16
+_LAUNCHES = 16
+"""At least, of which the time is taken together."""
+
+
+def describe(error: Exception) -> str:
+    """In the results; all of it is printed."""
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {error}"[:1000]
 
 
 class Check:
@@ -53,7 +60,6 @@ class Check:
         self.dtype = torch.float32 if is_dry else torch.bfloat16
         self._deadline = time.monotonic() + 60 * minutes
         self.results: dict[str, Any] = {}
-        self._folder = tempfile.TemporaryDirectory()
 
     @property
     def seconds_left(self) -> float:
@@ -67,14 +73,17 @@ class Check:
             try:
                 found = run(self)
             except Exception as error:
-                traceback.print_exc()
-                found = {"error": f"{type(error).__name__}: {error}"[:1000]}
-        self.results[name] = {"seconds": round(time.monotonic() - start, 1), **found}
-        self._out.write_text(json.dumps(self.results, indent=1, default=str) + "\n")
+                found = {**self.results.get(name, {}), "error": describe(error)}
+        self.keep(name, {"seconds": round(time.monotonic() - start, 1), **found})
         print(f"{name}: {json.dumps(self.results[name], default=str)}", flush=True)
         gc.collect()
         if not self.is_dry:
             torch.cuda.empty_cache()
+
+    def keep(self, name: str, found: dict[str, Any]) -> None:
+        """What a stage has found so far, whatever becomes of the rest."""
+        self.results[name] = found
+        self._out.write_text(json.dumps(self.results, indent=1, default=str) + "\n")
 
     def synchronize(self) -> None:
         if not self.is_dry:
@@ -95,24 +104,21 @@ class Check:
         return statistics.median(times)
 
     def seconds_of_launches(self, *functions: Callable[[], object]) -> float:
-        """Of one call among many, without the time between launches: they are captured and replayed."""
+        """Of one call among many, without the time between launches: they are captured and replayed, so many at a time
+        that what the host takes for that does not count."""
         if self.is_dry:
             return self.seconds_of(*functions)
         for function in functions:
             function()
+        launched = functions * -(-_LAUNCHES // len(functions))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for function in functions:
+            for function in launched:
                 function()
-        return self.seconds_of(graph.replay) / len(functions)
+        return self.seconds_of(graph.replay) / len(launched)
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
-
-    def config_folder(self) -> str:
-        """A folder with the large model's configuration alone."""
-        model_config(self).save_pretrained(self._folder.name)
-        return self._folder.name
 
 
 def model_config(check: Check, **changes: Any) -> LlamaConfig:
@@ -139,47 +145,46 @@ def make_llm(model: PreTrainedModel, **settings: Any) -> tuple[ModelRunner, LLM]
     config = EngineConfig(**settings)
     loaded = dataclasses.replace(loader.load(model, None, config), owns_weights=True)
     runner = ModelRunner(loaded, config)
-    backend = Backend(
-        name="random",
-        runner=runner,
-        sampler=Sampler(runner.vocab_size),
-        tokenizer=None,
-        max_model_len=loaded.max_model_len,
-        adapters=runner.adapters,
-        num_swap_blocks=runner.num_swap_blocks,
-        takes_pending_tokens=runner.takes_pending_tokens,
-        is_asynchronous=runner.device.type == "cuda",
-        close=runner.close,
-    )
-    return runner, LLM.from_backend(backend, **settings)
+    return runner, LLM.from_backend(backend_of(loaded, runner), **settings)
 
 
 class Pages:
     """Random keys and values of sequences of one length, scattered over pages, and queries for them."""
 
     def __init__(
-        self, check: Check, num_seqs: int, length: int, num_queries: int = 1, heads: tuple[int, int] = (32, 8)
-    ):
+        self,
+        check: Check,
+        num_seqs: int,
+        length: int,
+        num_queries: int = 1,
+        *,
+        heads: tuple[int, int] = (32, 8),
+        head_size: int = 128,
+        value_size: int | None = None,
+    ) -> None:
+        """With a `value_size` the first so many numbers of a key are its value."""
         num_heads, num_kv_heads = heads
         blocks = -(-length // BLOCK)
-        self.query = check.random(num_seqs * num_queries, num_heads, 128)
-        self.keys, self.values = (check.random(num_seqs * blocks, num_kv_heads, BLOCK, 128) for _ in range(2))
+        self.query = check.random(num_seqs * num_queries, num_heads, head_size)
+        shape = (num_seqs * blocks, num_kv_heads, BLOCK, head_size)
+        self.keys, self.values = check.random(*shape), None if value_size else check.random(*shape)
         tables = torch.randperm(num_seqs * blocks, dtype=torch.int32).view(num_seqs, blocks)
         starts = torch.arange(num_seqs + 1, dtype=torch.int32) * num_queries
         lengths = torch.full((num_seqs,), length, dtype=torch.int32)
         self._places = [one.to(check.device) for one in (tables, starts, lengths)]
-        self.num_bytes = 2 * num_seqs * length * num_kv_heads * 128 * self.keys.itemsize
-        self._options: dict[str, Any] = {}
+        self.num_bytes = 2 * num_seqs * length * num_kv_heads * head_size * self.keys.itemsize
+        self._options: dict[str, Any] = {"scale": head_size**-0.5, "value_size": value_size}
+        self._plan: dict[str, Any] = {}
         if not check.is_dry:
             from paged_kernels.triton_attention import AttentionPlan
 
-            self._options["plan"] = AttentionPlan(num_seqs if num_queries == 1 else 0, length)
+            self._plan["plan"] = AttentionPlan(num_seqs if num_queries == 1 else 0, length)
 
     def attend(self, attention: Callable[..., Tensor] | None = None, **options: Any) -> Tensor:
         if attention is None:
             attention = _kernel()
-            options |= self._options
-        return attention(self.query, self.keys, self.values, *self._places, scale=128**-0.5, **options)
+            options |= self._plan
+        return attention(self.query, self.keys, self.values, *self._places, **self._options, **options)
 
 
 def _kernel() -> Callable[..., Tensor]:

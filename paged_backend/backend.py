@@ -18,7 +18,9 @@ from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from paged_backend.model.loader import LoadedModel
     from paged_backend.model.ranks import Ranks
+    from paged_backend.model.runner import ModelRunner
 
 
 class Runner(engine.Runner, Protocol):
@@ -114,7 +116,6 @@ def _load_backend(
     from paged_backend.model.encoder import EncoderRunner
     from paged_backend.model.loader import load
     from paged_backend.model.runner import ModelRunner
-    from paged_backend.sampling.sampler import Sampler
 
     loaded = load(model, tokenizer, config, ranks)
     is_callers = not (tokenizer is None or isinstance(tokenizer, str))
@@ -131,12 +132,18 @@ def _load_backend(
             embedding=loaded.embedding,
             classification=loaded.classification,
         )
-    runner = ModelRunner(loaded, config)
+    return backend_of(loaded, ModelRunner(loaded, config), chat_tokenizer)
+
+
+def backend_of(loaded: LoadedModel, runner: ModelRunner, tokenizer: Tokenizer | None = None) -> Backend:
+    """What the engine takes to run this model by this runner, which closing it closes."""
+    from paged_backend.sampling.sampler import Sampler  # here, since torch takes seconds
+
     return Backend(
         name=loaded.name,
         runner=runner,
         sampler=Sampler(runner.vocab_size),
-        tokenizer=chat_tokenizer,
+        tokenizer=tokenizer,
         max_model_len=loaded.max_model_len,
         eos_token_ids=loaded.eos_token_ids,
         default_sampling=loaded.default_sampling,

@@ -7,10 +7,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from paged_backend.model import packed_run
+from paged_backend.model.attention_backends import TorchAttention
 
 _WAITING = {
     *("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal", "bincount", "_unique2", "unique_dim"),
@@ -92,3 +96,32 @@ def broken_rules(step: Callable[[], object], fill: Callable[[int], object]) -> l
     if first.addresses != second.addresses:
         broken.append(f"{len(first.addresses ^ second.addresses)} inputs moved")
     return broken
+
+
+class FakeGraphs:
+    """Captures of steps, and how often each of them was replayed."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.num_replays: list[int] = []
+        self.error = error
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        if self.error is not None:
+            raise self.error
+        number = len(self.num_replays)
+        self.num_replays.append(0)
+
+        def replay() -> None:
+            self.num_replays[number] += 1
+            launch()
+
+        return replay
+
+
+@contextlib.contextmanager
+def graphs_on_cpu(fake: FakeGraphs) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_run, "cuda_capture", lambda device: fake.capture)
+        patch.setattr(TorchAttention, "is_capturable", True)
+        patch.setattr(TorchAttention, "puts_decodes_first", True)
+        yield

@@ -26,6 +26,8 @@ class WatchedLaunch:
         self.kernel, self.grid = kernel, grid
         self.bytes_read: Counter[str] = Counter()
         self.bytes_written: Counter[str] = Counter()
+        self.num_loads = 0
+        """Of all programs, whether anything came of them or not."""
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         tensors |= {f"other {number}": tensor for number, tensor in enumerate(others)}
         self._names = list(tensors)
@@ -44,6 +46,7 @@ class WatchedLaunch:
         verb = "stores" if is_store else "loads"
         assert not num_stray, f"{self.kernel}, program {program}: {verb} {num_stray} numbers outside of its arguments"
         counts = self.bytes_written if is_store else self.bytes_read
+        self.num_loads += not is_store
         for name, is_here in zip(self._names, is_inside.T, strict=True):
             counts[name] += int(is_here.sum()) * width
         (self._written if is_store else self._read).append((program, addresses))

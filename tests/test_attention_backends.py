@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,8 +13,9 @@ import pytest
 import torch
 
 import helpers_attention_libraries
+import paged_kernels
 from helpers_models import make_model
-from paged_backend import LLM, ConfigError, EngineConfig, SamplingParams
+from paged_backend import LLM, BeamSearchParams, ConfigError, EngineConfig, SamplingParams
 from paged_backend.model.attention import LayerSpec, PagedLayers, StepMetadata
 from paged_backend.model.attention_backends import (
     AttentionBackend,
@@ -30,6 +33,7 @@ from paged_backend.model.loader import load
 from paged_backend.model.runner import ModelRunner
 from paged_backend.model.ways import Tier
 from paged_kernels import reference
+from paged_kernels.transfers import on_device
 
 needs_interpreter = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -270,6 +274,55 @@ def test_the_engine_runs_on_interpreted_triton() -> None:
         with LLM(model, attention_backend=name, kv_cache_memory="1MiB", max_num_batched_tokens=5) as llm:
             found.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
     assert found[0] == found[1]
+
+
+class OnMPS(torch.Tensor):
+    """Says that it is on an Apple GPU."""
+
+    device = torch.device("mps")
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor)
+
+
+def test_logits_of_a_device_without_float64_are_sampled_on_the_cpu() -> None:
+    config = EngineConfig(kv_cache_memory="4MiB")
+    runner, logits = ModelRunner(load(make_model(), None, config), config), torch.rand(3, 5)
+    for rows in ([0, 1, 2], [2, 0]):
+        taken = runner.rows(logits.as_subclass(OnMPS), rows)
+        assert type(taken) is torch.Tensor and torch.equal(taken, logits[rows])
+
+
+def test_whatever_is_launched_is_launched_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton asks for the thread's current device, which need not be the model's."""
+    current: list[torch.device] = []
+    launched: dict[str, set[bool]] = {}
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def noted(name: str, kernel: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            launched.setdefault(name, set()).add(bool(current) and current[-1] == CPU)
+            return kernel(*args, **kwargs)
+
+        return run
+
+    for module in ("paged_backend.model.runner", "paged_backend.sampling.sampler"):
+        monkeypatch.setattr(f"{module}.on_device", on)
+    names = {"store_kv", "paged_attention", "draw", "best_logits", "penalise"}
+    for name in names:
+        monkeypatch.setattr(paged_kernels, name, noted(name, getattr(paged_kernels, name)))
+    params = SamplingParams(max_tokens=3, logprobs=1, prompt_logprobs=1, repetition_penalty=1.2, ignore_eos=True)
+    with LLM(make_model(), kv_cache_memory="1MiB") as llm:
+        llm.generate([[3, 4, 5]], params, use_tqdm=False)
+        llm.beam_search([[3, 4, 5]], BeamSearchParams(beam_width=2, max_tokens=3))
+    assert launched == {name: {True} for name in names} and not current
+    second: Any = on_device(torch.device("cuda:1"))
+    assert isinstance(second, torch.cuda.device) and second.idx == 1
 
 
 def test_names_that_there_are_not_are_refused() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from helpers_models import MAX_POSITIONS, VOCAB_SIZE, make_model
+import paged_kernels
+from helpers_capture import FakeGraphs, graphs_on_cpu
+from helpers_models import MAX_POSITIONS, VOCAB_SIZE, make_model, save_model
 from paged_backend import LLM, ConfigError, EngineConfig, SamplingParams
 from paged_backend.model import kv_cache, memory
 from paged_backend.model.largest_step import largest_lengths
@@ -68,6 +71,34 @@ def test_the_cache_gets_the_share_of_what_is_free_less_what_the_largest_step_tak
         assert (max(device.rows), max(device.num_logits)) == (51, 49)
     else:
         assert (device.rows, device.num_logits) == ({100}, {50})
+
+
+def test_what_sampling_takes_is_measured_with_the_step(device: FakeMeter, monkeypatch: pytest.MonkeyPatch) -> None:
+    nums_rows: list[int] = []
+
+    def noted(kernel: Any) -> Any:
+        def run(logits: torch.Tensor, *rest: Any) -> Any:
+            nums_rows.append(len(logits))
+            return kernel(logits, *rest)
+
+        return run
+
+    for name in ("draw", "best_logits"):
+        monkeypatch.setattr(paged_kernels, name, noted(getattr(paged_kernels, name)))
+    with LLM(make_model(), max_num_seqs=50, max_num_batched_tokens=100):
+        assert nums_rows == [50, 50]
+
+
+def test_graphs_get_room_beside_the_step(device: FakeMeter, tmp_path: Path) -> None:
+    """What they take is theirs for as long as they may be replayed."""
+    folder, nums_blocks = save_model(tmp_path), []
+    for is_eager in (True, False):
+        with (
+            graphs_on_cpu(FakeGraphs()),
+            LLM(folder, attention_backend="torch", block_size=4, enforce_eager=is_eager) as llm,
+        ):
+            nums_blocks.append(llm.stats().num_blocks)
+    assert (nums_blocks[0] - nums_blocks[1]) * BYTES_PER_BLOCK == pytest.approx(9 * MIB // 3, abs=BYTES_PER_BLOCK)
 
 
 def _bloom() -> Any:

@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import gpu_right
 from gpu_check import targets
+from gpu_setup import Check
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_check.py"
 
@@ -30,6 +33,30 @@ def test_targets_are_judged_by_what_was_found() -> None:
     judged = {name: verdict.split(": ")[1] for name, verdict in targets(found).items()}
     assert list(judged.values()) == ["met", "MISSED", "met", "MISSED"]
     assert targets({"whole engines": {"error": "no memory"}}) == {}
+
+
+def test_what_a_stage_found_before_it_failed_is_kept(tmp_path: Path) -> None:
+    check = Check(is_dry=True, minutes=1, out=tmp_path / "found.json")
+
+    def fail(check: Check) -> dict[str, Any]:
+        check.keep("engines", {"one": 1})
+        raise RuntimeError("the other one has no memory")
+
+    check.stage("engines", 0, fail)
+    found = json.loads((tmp_path / "found.json").read_text())["engines"]
+    assert (found["one"], found["error"]) == (1, "RuntimeError: the other one has no memory")
+
+
+def test_a_kernel_that_fails_leaves_the_others_to_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(check: Check) -> dict[str, float]:
+        raise RuntimeError("ptxas failed")
+
+    for part in ("_rounded_caches", "_head_sizes", "_adapters", "_changed_logits", "_draws"):
+        monkeypatch.setattr(gpu_right, part, lambda check: {})
+    monkeypatch.setattr(gpu_right, "_attention", fail)
+    found = gpu_right.kernels_are_right(Check(is_dry=True, minutes=1, out=tmp_path / "found.json"))
+    assert not found["is_right"] and found["wrong"] == {"fail": "RuntimeError: ptxas failed"}
+    assert found["cases"] == 6
 
 
 @pytest.mark.slow

@@ -3,11 +3,12 @@ operation that depends on the requests. There is no graph on a CPU: what would b
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import gc
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,12 @@ import torch
 from torch import Tensor
 
 import paged_kernels
-from helpers_capture import StepTrace, broken_rules
+from helpers_capture import FakeGraphs, StepTrace, broken_rules, graphs_on_cpu
 from helpers_lora import TARGETS, save_adapter
 from helpers_models import make_model, save_model
 from paged_backend import LLM, EngineConfig, LoRARequest, SamplingParams
 from paged_backend.model import decoder as decoder_module
 from paged_backend.model import lora as lora_module
-from paged_backend.model import packed_run as packed_run_module
 from paged_backend.model.attention import BatchShape, LayerSpec, PagedLayers, StepMetadata
 from paged_backend.model.attention_backends import TorchAttention, TritonAttention
 from paged_backend.model.decoder import FusedDecoder
@@ -39,26 +39,6 @@ FRESH = [torch.ones(VOCAB) for _ in range(3)]
 """A tensor for each time that a step is run."""
 PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=1, ignore_eos=True, logprobs=2)
 PROMPTS = [[7 * index + i for i in range(3 + 4 * index)] for index in range(4)]
-
-
-class FakeGraphs:
-    """Captures of steps, and how often each of them was replayed."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.num_replays: list[int] = []
-        self.error = error
-
-    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
-        if self.error is not None:
-            raise self.error
-        number = len(self.num_replays)
-        self.num_replays.append(0)
-
-        def replay() -> None:
-            self.num_replays[number] += 1
-            launch()
-
-        return replay
 
 
 def make_inputs(*lengths: int, seed: int = 0) -> StepInputs:
@@ -184,6 +164,34 @@ def test_a_size_is_run_once_then_captured_then_replayed() -> None:
     assert fake.num_replays == [3]
 
 
+class Counting(FakeGraphs):
+    """Knows which captures somebody still has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._replays: list[weakref.ref[Callable[[], None]]] = []
+
+    def capture(self, launch: Callable[[], None]) -> Callable[[], None]:
+        replay = super().capture(launch)
+        self._replays.append(weakref.ref(replay))
+        return replay
+
+    @property
+    def are_kept(self) -> list[bool]:
+        gc.collect()
+        return [ref() is not None for ref in self._replays]
+
+
+@torch.inference_mode()
+def test_of_several_variants_the_last_one_is_kept() -> None:
+    fake = Counting()
+    graphs = make_graphs(Model().compute, fake)
+    for variant in (0, 1, 2):
+        for _ in range(2):
+            graphs(make_inputs(5, 9), variant=variant)
+    assert fake.are_kept == [True, False, True]
+
+
 @torch.inference_mode()
 def test_steps_go_on_without_graphs_if_they_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
@@ -282,15 +290,6 @@ def test_a_step_that_cannot_is_found_out(breaks: Callable[[DecodeInputs, Tensor]
 
 
 # --- the engine ---
-
-
-@contextlib.contextmanager
-def graphs_on_cpu(fake: FakeGraphs) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_run_module, "cuda_capture", lambda device: fake.capture)
-        patch.setattr(TorchAttention, "is_capturable", True)
-        patch.setattr(TorchAttention, "puts_decodes_first", True)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def outputs_of(folder: Path, options: dict[str, Any]) -> list[Any]:
 def test_a_stack_gives_the_bits_of_its_layers(
     case: str, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paged_backend.model.packing.PACKS_BFLOAT16", engine == "bfloat16")
+    monkeypatch.setattr("paged_backend.model.packing.packs_bfloat16", lambda: engine == "bfloat16")
     wide = {} if engine == "bfloat16 in rows" else {"head_dim": 32}  # narrower layers are not packed
     folder = save_model(tmp_path, model=make_model(case.split()[0], **MODELS[case] | wide))
     calls: list[object] = []

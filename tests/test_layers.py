@@ -183,6 +183,12 @@ def test_engine_loads_without_torch() -> None:
     assert (completed.stdout.strip(), completed.returncode) == ("", 0), completed.stderr
 
 
+def test_kernels_load_without_their_compiler() -> None:
+    code = "import sys, paged_kernels; print('numba' in sys.modules)"
+    completed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert completed.stdout.strip() == "False", completed.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [

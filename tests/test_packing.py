@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def faster_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if this CPU's products were: the kernel is right on all of them."""
-    monkeypatch.setattr("paged_backend.model.packing.PACKS_BFLOAT16", True)
+    monkeypatch.setattr("paged_backend.model.packing.packs_bfloat16", lambda: True)
 
 
 def loaded(folder: Path, dtype: str = "bfloat16") -> Any:

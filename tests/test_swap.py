@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from helpers import StepFailure, is_idle, make_engine, make_manager, make_request
 from helpers_models import make_model
@@ -13,6 +16,8 @@ from paged_backend.engine import request as engine_request
 from paged_backend.engine.kv_cache_manager import KVCacheManager
 from paged_backend.engine.kv_layout import Reach
 from paged_backend.engine.request import Request
+from paged_backend.model.kv_cache import LayerCache
+from paged_backend.model.swap import HostBlocks
 
 
 def crowd(**options: Any) -> list[Request]:
@@ -195,6 +200,52 @@ def test_real_models_write_the_same_with_it(options: dict[str, Any], kv_cache_dt
     assert stats.num_swaps == stats.num_preemptions > 0
     assert stats.num_computed_tokens == 6 * (20 + 40 - 1)
     assert is_idle(stats)
+
+
+class OnGPU(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    device = torch.device("cuda")
+
+
+class FakeStream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+
+def test_on_a_gpu_pinned_memory_is_copied_beside_what_runs_there_and_in_its_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    zeros, current = torch.zeros, FakeStream("the current stream", log)
+
+    def empty(*shape: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        log.append(f"pinned: {pin_memory}")
+        return zeros(*shape, dtype=dtype)
+
+    @contextlib.contextmanager
+    def use(stream: FakeStream) -> Iterator[None]:
+        log.append(f"on {stream.name}")
+        yield
+        log.append(f"off {stream.name}")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("the other", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    keys = torch.arange(4.0).view(4, 1, 1, 1).as_subclass(OnGPU)
+    blocks = HostBlocks([LayerCache(keys, None, None, None)], swap_space=1e-7)
+
+    blocks.copy_out([(1, 0), (2, 1)])
+    keys.zero_()
+    blocks.copy_in([(1, 3), (0, 0)])
+
+    assert keys.flatten().tolist() == [1.0, 0.0, 0.0, 2.0]
+    once = ["the other waits for the current stream", "on the other", "off the other"]
+    assert log == ["pinned: True", *(2 * [*once, "the current stream waits for the other"])]
 
 
 @pytest.mark.parametrize("swap_space, message", [(1e-7, "holds no block.*raise it"), (1e6, "GiB of host memory")])

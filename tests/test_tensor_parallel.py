@@ -31,6 +31,7 @@ from paged_backend import (
     ModelError,
     SamplingParams,
 )
+from paged_backend.backend import backend_of
 from paged_backend.model.kv_cache import memory_for
 
 WAIT_SECONDS = 60.0
@@ -317,18 +318,10 @@ def make_backend(folder: Path, *, step_seconds: float) -> Backend:
     from paged_backend.model.loader import load
     from paged_backend.model.ranks import Ranks
     from paged_backend.model.runner import ModelRunner
-    from paged_backend.sampling.sampler import Sampler
 
     config = EngineConfig(tensor_parallel_size=2, **CROWDED)
     ranks = Ranks(2, step_seconds=step_seconds)
     with ranks.loading():
         loaded = load(str(folder), None, config, ranks)
         runner = ModelRunner(loaded, config)
-    return Backend(
-        name="sharded",
-        runner=runner,
-        sampler=Sampler(runner.vocab_size),
-        tokenizer=None,
-        max_model_len=loaded.max_model_len,
-        close=runner.close,
-    )
+    return backend_of(loaded, runner)

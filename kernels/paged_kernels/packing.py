@@ -17,10 +17,6 @@ import math
 import torch
 from torch import Tensor
 
-from paged_kernels.vector import BFLOAT16_IS_FAST
-
-PACKS_BFLOAT16 = BFLOAT16_IS_FAST
-"""Whether weights of 16 bits are multiplied faster packed than in rows, on this CPU."""
 LANES = 16
 """Columns whose weights lie next to each other: a block."""
 LEAST_COLUMNS = 4 * LANES
@@ -30,7 +26,7 @@ GROUP_OF_4_BITS = 32
 """Weights of 4 bits share their scale with so many neighbours; weights of 8 bits with their whole column."""
 ROTATION = 64
 """Most neighbours that are mixed; more gave no better results."""
-_MOST_AT_ONCE = 4096  # columns that are quantised at a time
+_MOST_AT_ONCE = 4096  # columns, so that what is in between takes little memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,6 +91,13 @@ class PackedWeight:
             return self.numbers[:num_columns, :depth]
         grouped = self.numbers.view(-1, self.num_groups, self.padded_depth // self.num_groups)
         return rotate((grouped * self.column_scales[..., None]).flatten(1)[:num_columns, :depth], self.rotation)
+
+
+def packs_bfloat16() -> bool:
+    """Whether weights of 16 bits are multiplied faster packed than in rows, on this CPU."""
+    from paged_kernels.vector import BFLOAT16_IS_FAST  # late: Numba takes half a second to import
+
+    return BFLOAT16_IS_FAST
 
 
 def pack(weight: Tensor, bits: int) -> PackedWeight:
@@ -193,6 +196,7 @@ def _hadamard(size: int) -> Tensor:
 
 
 def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """bfloat16 weights as PackedWeight has them, and no scales."""
     padding = (0, weight.shape[1] % 2, 0, _padding(weight.shape[0]))
     padded = torch.nn.functional.pad(weight, padding) if any(padding) else weight.contiguous()
     blocks = len(padded) // LANES

@@ -58,7 +58,7 @@ def store_kv(
             divisors = torch.where(of_rows == 0, 1.0, of_rows.float())
             rows = (wide / divisors[..., None]).clamp(-largest, largest)
             rows = (rows.round() if cache.dtype == torch.int8 else rows).to(cache.dtype)
-        cache[slots // block_size, :, slots % block_size] = rows
+        _as_bytes(cache)[slots // block_size, :, slots % block_size] = _as_bytes(rows)
 
 
 def paged_attention(
@@ -199,11 +199,16 @@ def _first_visible(q_pos: Tensor, window: int | None, chunk: int | None) -> Tens
     return first
 
 
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory, if its numbers have 8 bits: float8 has few operations on devices."""
+    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
 def _gather(cache: Tensor, scales: Tensor | None, block_table: Tensor, positions: Tensor) -> Tensor:
     """One sequence's rows of the cache at these positions, [K, positions, head size] in float32."""
     block_size = cache.shape[2]
     blocks = block_table[positions // block_size].long()
-    rows = cache[blocks, :, positions % block_size].float()
+    rows = _as_bytes(cache)[blocks, :, positions % block_size].view(cache.dtype).float()
     if scales is not None:
         rows = rows * scales[blocks, :, positions % block_size].float()[..., None]
     return rows.transpose(0, 1)

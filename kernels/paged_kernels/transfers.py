@@ -1,13 +1,20 @@
-"""Between host memory and a device, without anybody waiting."""
+"""Which device kernels are launched on, and copies between it and host memory, without anybody waiting."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """In this block kernels are launched on this device: Triton asks for the thread's current one, which is the first
+    unless somebody says otherwise, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:

@@ -142,7 +142,8 @@ def _attend(layer: _Layer, batch: _Batch, plan: AttentionPlan) -> None:
         return
     device, group = current_device(), num_heads // num_kv_heads
     num_rows = group * num_tokens / num_sequences
-    config = attention_config(device.architecture, max(key_size, value_size), num_rows, layer.k_cache.dtype)
+    dtypes = batch.query.dtype, layer.k_cache.dtype
+    config = attention_config(device.architecture, max(key_size, value_size), num_rows, *dtypes)
     heads = min(group, config.rows)
     num_tiles = num_sequences if batch.starts is None else num_tokens // (config.rows // heads) + num_sequences
     grid = (num_tiles, num_kv_heads * triton.cdiv(group, heads))

@@ -70,22 +70,33 @@ _MANY_QUERIES: dict[str, _SizedConfigs] = {
 }
 
 
-def attention_config(architecture: str, head_size: int, num_rows: float, cache_dtype: torch.dtype) -> AttentionConfig:
-    """How to launch `attend` for sequences that have `num_rows` rows on average: queries times heads of a group.
+# Where queries are float32: their products are not the tensor cores', and take registers by the size of a tile.
+_WITHOUT_TENSOR_CORES: _SizedConfigs = {128: (16, 32, 8, 2), 576: (16, 16, 8, 2)}
+
+
+def attention_config(
+    architecture: str, head_size: int, num_rows: float, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> AttentionConfig:
+    """How to launch `attend` for sequences that have `num_rows` rows on average: queries, in `dtype`, times heads of a
+    group.
 
     `head_size` is the larger of a key's and a value's; ValueError if it is above 576.
     """
     if architecture == "interpreter":
         return _INTERPRETED
-    config = _row_for(_FEW_QUERIES if num_rows <= 16 else _MANY_QUERIES, architecture, head_size)
+    if dtype == torch.float32:
+        table = _WITHOUT_TENSOR_CORES
+    else:
+        table = (_FEW_QUERIES if num_rows <= 16 else _MANY_QUERIES)[architecture]
+    config = _row_for(table, head_size)
     if cache_dtype.itemsize == 1 and architecture.startswith("sm_"):  # to convert them takes registers
         config = config._replace(keys=max(16, config.keys // 2))
     rows = min(config.rows, max(16, int(triton.next_power_of_2(math.ceil(num_rows)))))
     return config._replace(rows=rows, num_warps=max(4, config.num_warps * rows // config.rows))
 
 
-def _row_for(table: dict[str, _SizedConfigs], architecture: str, head_size: int) -> AttentionConfig:
-    for most, row in table[architecture].items():
+def _row_for(table: _SizedConfigs, head_size: int) -> AttentionConfig:
+    for most, row in table.items():
         if head_size <= most:
             return AttentionConfig(*row)
     raise ValueError(f"a head size of {head_size} is above 576, the largest that the Triton kernels take; use a CPU")

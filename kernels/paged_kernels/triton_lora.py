@@ -17,7 +17,7 @@ from paged_kernels.triton_device import widened
 _FEW_ROWS = 256
 _DEPTH_BLOCK = 128
 _PART = 1024  # of the depth: what a program takes of few rows
-_COLUMNS = 128
+_FEW_COLUMNS, _MANY_COLUMNS = 64, 128
 _LEAST_RANK = 16  # of a matrix product in registers
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -29,7 +29,9 @@ def add_low_rank(out: Tensor, x: Tensor, adapters: LowRankAdapters, rows: RowInd
         return
     assert x.stride(1) == out.stride(1) == 1
     has_few = num_rows <= _FEW_ROWS
-    extent, table, tiles = adapters.extent, adapters.table, rows.tiles(16 if has_few else 64, x.device)
+    is_wide = torch.float32 in (x.dtype, adapters.dtype)  # no tensor cores: products take registers
+    columns = _FEW_COLUMNS if is_wide else _MANY_COLUMNS
+    extent, table, tiles = adapters.extent, adapters.table, rows.tiles(16 if has_few or is_wide else 64, x.device)
     rank = max(_LEAST_RANK, triton.next_power_of_2(extent.rank))
     num_parts = triton.cdiv(depth, _PART) if has_few else 1
     low = x.new_empty(num_parts, num_rows, extent.num_pieces, rank, dtype=torch.float32)
@@ -38,7 +40,7 @@ def add_low_rank(out: Tensor, x: Tensor, adapters: LowRankAdapters, rows: RowInd
         "RANK": rank,
         "PIECES": extent.num_pieces,
         "WEIGHT_TYPE": _TYPES[adapters.dtype],
-        "num_warps": 4 if has_few else 8,
+        "num_warps": 4 if has_few and not is_wide else 8,
     }
     shrink_rows[(len(tiles), extent.num_pieces, num_parts)](
         *(low, x, table, table[0].numel(), tiles, num_rows, depth, x.stride(0)),
@@ -46,10 +48,10 @@ def add_low_rank(out: Tensor, x: Tensor, adapters: LowRankAdapters, rows: RowInd
         BLOCK=_DEPTH_BLOCK,
         **options,
     )
-    expand_rows[(len(tiles), extent.num_pieces, triton.cdiv(extent.width, _COLUMNS))](
+    expand_rows[(len(tiles), extent.num_pieces, triton.cdiv(extent.width, columns))](
         *(out, low, table, table[0].numel(), tiles, num_rows, out.stride(0)),
         PARTS=num_parts,
-        COLUMNS=_COLUMNS,
+        COLUMNS=columns,
         IS_ALIGNED=extent.is_aligned,
         **options,
     )

@@ -156,7 +156,8 @@ class TritonAttention(AttentionBackend):
             architecture = device.current_device().architecture
             configs.check_cache_dtype(architecture, needs.cache_dtype)
             for spec in needs.specs:
-                configs.attention_config(architecture, max(spec.head_size, spec.value_head_size), 1, needs.cache_dtype)
+                size = max(spec.head_size, spec.value_head_size)
+                configs.attention_config(architecture, size, 1, needs.dtype, needs.cache_dtype)
         except (ValueError, RuntimeError) as error:
             return [str(error)]
         return []

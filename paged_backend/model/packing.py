@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paged_backend.model.linear import READ_AS_A_MATRIX, PackedLinear
 from paged_backend.model.mapped_files import MappedFiles
 from paged_kernels import PackedWeight, pack
-from paged_kernels.packing import LANES, LEAST_COLUMNS, PACKS_BFLOAT16
+from paged_kernels.packing import LANES, LEAST_COLUMNS, packs_bfloat16
 
 _BITS = 16
 
@@ -22,7 +22,7 @@ def pack_linears(model: nn.Module) -> None:
     Those of one module all or none, so that they can be merged. Embeddings that share a layer's weights take their
     rows from the packed ones.
     """
-    if not PACKS_BFLOAT16:
+    if not packs_bfloat16():
         return
     files, users = MappedFiles(), _users_of_weights(model)
     files.let_go(model.parameters())  # each is read again, and let go of, in its turn

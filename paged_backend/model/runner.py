@@ -54,7 +54,7 @@ from paged_backend.model.tiers.own_cache import OwnCacheTier
 from paged_backend.model.tiers.stateful import StatefulTier
 from paged_backend.model.ways import Tier, Verdict, Way, kinds_of_layers, ways_to_run
 from paged_kernels.ahead import compile_beside
-from paged_kernels.transfers import to_device
+from paged_kernels.transfers import on_device, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class ModelRunner:
         self._layer_watch: LayerWatch | None = None
         self._step_adapters = StepAdapters(self._model.dtype, self.device)
         """Of steps that are cut into calls."""
-        with torch.inference_mode():
+        with torch.inference_mode(), on_device(self.device):
             freeze_frequencies(self._model, loaded.max_model_len)
             compiles = functools.partial(_compile_beside, self._model, config)
             with paged_kernels.telling_of_compilation(compiles), compiler_given_back():
@@ -316,7 +316,8 @@ class ModelRunner:
         self._thread_count.adjust()
         reason = ""
         try:
-            return self._run(output)
+            with on_device(self.device):
+                return self._run(output)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -369,8 +370,9 @@ class ModelRunner:
         """Take part in a step that rank 0 executes."""
         self._thread_count.adjust()
         assert self._packed is not None
-        self._move_blocks(step.copies, step.swap_outs, step.swap_ins)
-        self._packed.follow(step.inputs, step.pooled_rows)
+        with on_device(self.device):
+            self._move_blocks(step.copies, step.swap_outs, step.swap_ins)
+            self._packed.follow(step.inputs, step.pooled_rows)
 
     def rows(self, logits: Tensor, rows: list[int]) -> Tensor:
         """These rows of the logits, in this order; on the CPU if the device cannot sample, having no float64."""

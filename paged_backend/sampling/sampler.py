@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +20,13 @@ from paged_backend.sampling.logprobs import Logprobs, LogprobsOnDevice, token_lo
 from paged_backend.sampling.penalties import PenalisedRow, TokenCounts, apply_penalties, has_penalties
 from paged_backend.sampling.processors import Processors, run_processors
 from paged_backend.sampling.thinking import ThinkingBudget, force_tokens
-from paged_kernels.transfers import HostCopies, to_device
+from paged_kernels.transfers import HostCopies, on_device, to_device
 
 _PROMPT_ROWS = 64
 """Rows of prompt logits turned into log-probabilities at a time, to bound the memory it takes."""
 _FREE = Verdict()
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
 
 
 class SampledToken(NamedTuple):
@@ -84,6 +88,19 @@ class Draws:
         return sampled
 
 
+def _on_their_device(
+    method: Callable[Concatenate[Any, torch.Tensor, _Parameters], _Result],
+) -> Callable[Concatenate[Any, torch.Tensor, _Parameters], _Result]:
+    """What the method launches is on the device of the logits, its first argument, and needs no gradients."""
+
+    @functools.wraps(method)
+    def run(self: Any, logits: torch.Tensor, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        with torch.inference_mode(), on_device(logits.device):
+            return method(self, logits, *args, **kwargs)
+
+    return run
+
+
 class Sampler:
     """Chooses the next token of each sequence.
 
@@ -100,7 +117,7 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    @torch.inference_mode()
+    @_on_their_device
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken | Exception]:
         """Row *i* of `logits` [S, V], of any float type and device, belongs to `sequences[i]`; may change `logits`.
 
@@ -138,7 +155,7 @@ class Sampler:
             sampled[row] = failure
         return sampled
 
-    @torch.inference_mode()
+    @_on_their_device
     def start(self, logits: torch.Tensor, sequences: list[Sequence]) -> Draws | None:
         """What `sample` does, launched; None if that takes tokens that have to be known, or has to wait for more."""
         rows = self._rows(sequences)
@@ -153,7 +170,7 @@ class Sampler:
         logprobs = _logprobs(raw, asking, _rows_of(tokens, asking), sequences) if asking else None
         return Draws(tokens, asking, logprobs)
 
-    @torch.inference_mode()
+    @_on_their_device
     def candidates(
         self, logits: torch.Tensor, sequences: list[Sequence], nums: list[int]
     ) -> list[list[tuple[int, float]]]:
@@ -173,7 +190,7 @@ class Sampler:
             for ids, values, num in rows
         ]
 
-    @torch.inference_mode()
+    @_on_their_device
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: list[int], num_logprobs: int) -> list[Logprobs]:
         """Row *t* of `logits` [T, V] predicts `token_ids[t]`; each token and the `num_logprobs` best (-1: all)."""
         result: list[Logprobs] = []

@@ -44,6 +44,7 @@ def test_a_batch_needs_no_plan(name):
         ((2, 2), (128, 64), 256),
         ((2, 1), (256, 256), 32),
         ((20, 1), (24, 40), 6),
+        ((40, 2), (16, 16), 4),
         ((1, 1), (8, 8), 64),
         ((16, 1), (576, 512), 16),
     ],
@@ -114,6 +115,19 @@ def test_only_what_a_tile_of_queries_sees_is_read(memory):
     batch.attend(paged_attention, plan=AttentionPlan(0, 50), window=5)
     num_seen = [last - max(0, first - 4) for first, last in zip(range(10, 50, 8), range(18, 51, 8), strict=True)]
     assert memory[0].bytes_read["k_cache_ptr"] == sum(num_seen) * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("options", [{"window": 8}, {"chunk": 40}], ids=str)
+def test_what_no_query_sees_any_more_takes_no_time(memory, options):
+    for seq_len in (40, 400):
+        Batch([1], [seq_len]).attend(paged_attention, plan=AttentionPlan(1, 400, 1), **options)
+    assert memory[0].num_loads == memory[1].num_loads
+
+
+def test_splits_without_keys_write_no_values(memory):
+    Batch([1, 1], [5, 130]).attend(paged_attention, plan=AttentionPlan(2, 130, num_splits=4))
+    num_parts = 1 + 3  # of 16 keys at least, and of 48
+    assert memory[0].bytes_written["parts_ptr"] == num_parts * 4 * 16 * 4
 
 
 def test_blocks_that_left_the_window_are_not_read():

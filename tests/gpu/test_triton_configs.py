@@ -32,11 +32,12 @@ def test_a_device_that_is_too_old_is_refused():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
-def test_tiles_fit_the_rows_that_there_are(architecture, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=str)
+def test_tiles_fit_the_rows_that_there_are(architecture, dtype, cache_dtype):
     for head_size in (32, 80, 128, 192, 256, 576):
         for num_rows in (0.5, 1, 16, 17, 40, 5000):
-            config = attention_config(architecture, head_size, num_rows, dtype)
+            config = attention_config(architecture, head_size, num_rows, dtype, cache_dtype or dtype)
             assert 16 <= config.rows < max(32, 2 * num_rows)
             assert config.keys >= 16
             assert config.keys_per_split % config.keys == 0
@@ -44,7 +45,7 @@ def test_tiles_fit_the_rows_that_there_are(architecture, dtype):
 
 def test_heads_that_are_too_large_are_refused():
     with pytest.raises(ValueError, match="head size of 600 is above 576"):
-        attention_config("sm_90", 600, 1, torch.bfloat16)
+        attention_config("sm_90", 600, 1, torch.bfloat16, torch.bfloat16)
 
 
 def test_a_type_that_the_device_lacks_is_refused():

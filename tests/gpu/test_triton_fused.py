@@ -56,6 +56,17 @@ def test_add_rms_norm_computes_its_definition(shape, adds, offset, dtype):
     assert total is (residuals[0] if adds else x)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_add_rms_norm_rounds_where_its_definition_does(offset):
+    """In float16, which the interpreter rounds as a GPU does; all sums are between two numbers."""
+    even, odd = (2 * torch.arange(64.0) + first for first in (2048, 1))
+    weight = make_random(64, dtype=torch.float16)
+    actual, expected = (
+        norm(even.half(), odd.half(), weight, 1e-5, offset=offset) for norm in (add_rms_norm, reference.add_rms_norm)
+    )
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
+
+
 def test_add_rms_norm_takes_views_and_a_float32_weight():
     query, *_ = make_heads(5, head_size=64, dtype=torch.bfloat16)
     x, weight = query[:, 2], make_random(64, dtype=torch.float32)

@@ -51,6 +51,34 @@ def test_draws_are_as_defined(filters):
     assert torch.equal(triton_sampling.draw(*arguments), reference.draw(*arguments))
 
 
+LAST = 1 - 2**-53
+"""Falls on the last token that is kept."""
+
+
+def test_the_last_token_that_is_kept_can_be_drawn_and_none_behind_it():
+    many = [{"top_k": k} for k in (2, 3, 50, 900)] + [{"top_p": p} for p in (0.3, 0.5, 0.95)] + [{"min_p": 0.1}]
+    filters = [torch.cat(column) for column in zip(*(make_filters(1, **one) for one in many), strict=True)]
+    arguments = (make_logits(len(many), 1000), *filters, make_shares(*[LAST] * len(many)))
+    assert torch.equal(triton_sampling.draw(*arguments), reference.draw(*arguments))
+
+
+@pytest.mark.parametrize("min_p", [0.1, 0.3, 0.5, 0.7])
+def test_the_border_of_min_p_is_exact(min_p):
+    logits = torch.full((1, 40), -30.0)
+    border = torch.tensor(min_p, dtype=torch.float64).log().float()
+    logits[0, 7], logits[0, 11] = 0.0, border
+    logits[0, 12], logits[0, 13] = border.nextafter(logits[0, 7]), border.nextafter(logits[0, 0])
+    arguments = (logits, *make_filters(1, min_p=min_p), make_shares(LAST))
+    assert torch.equal(triton_sampling.draw(*arguments), reference.draw(*arguments))
+
+
+def test_zeros_of_either_sign_are_equal():
+    logits = torch.tensor([[0.0, -0.0, -0.0, 0.0, -1.0]])
+    for share in (0.1, 0.3, 0.6, 0.9):
+        arguments = (logits, *make_filters(1, top_p=0.8), make_shares(share))
+        assert torch.equal(triton_sampling.draw(*arguments), reference.draw(*arguments))
+
+
 @pytest.mark.parametrize("vocab_size", [1, 2, 63])
 def test_small_vocabularies_work(vocab_size):
     arguments = (make_logits(1, vocab_size), *make_filters(1, top_k=2, top_p=0.9), make_shares(0.5))
