@@ -174,9 +174,14 @@ def load_scales(
     num_slots: int,
     tile: NDArray[np.float32],
 ) -> None:
-    block_size = scales.shape[2]
-    for i in range(num_slots):
-        tile[i] = to_float32(scales[block_table[(start + i) // block_size], head, (start + i) % block_size])
+    block_size, done = scales.shape[2], 0
+    while done < num_slots:
+        block, offset = block_table[(start + done) // block_size], (start + done) % block_size
+        run = min(block_size - offset, num_slots - done)
+        stored, target = scales[block, head, offset : offset + run], tile[done : done + run]
+        for i in range(np.uint64(run)):  # unsigned: signed indices wrap around, without vectors
+            target[i] = to_float32(stored[i])
+        done += run
 
 
 @compile_kernel
