@@ -122,8 +122,8 @@ def problems_of(compiled: Compiled, resources: Resources) -> list[str]:
 
     No spilled registers: on NVIDIA no local memory at all, on AMD no vector registers in memory (scalar ones may be in
     vector registers). Shared memory within the limit. On NVIDIA, loads of 16 bytes where whole rows are read, and none
-    of 1 or 2 bytes of hidden states. And for what goes through the KV cache: as many of these loads as that takes, and
-    as many buffers of keys and values as the configuration asks for.
+    of 1 or 2 bytes where a program reads one row of hidden states. And for what goes through the KV cache: as many of
+    these loads as that takes, and as many buffers of keys and values as the configuration asks for.
     """
     problems = []
     if resources.num_spills:
@@ -135,7 +135,7 @@ def problems_of(compiled: Compiled, resources: Resources) -> list[str]:
     elif compiled.target.startswith("sm_"):
         if compiled.kernel in _WIDE and not resources.wide_loads:
             problems.append("no loads of 16 bytes")
-        if compiled.kernel in _WIDE_ALONE and resources.narrow_loads:
+        if compiled.kernel in _WIDE_ALONE and compiled.constants.get("ROWS", 1) == 1 and resources.narrow_loads:
             problems.append(f"{resources.narrow_loads} loads of 1 or 2 bytes")
     return problems
 

@@ -72,6 +72,7 @@ _MANY_QUERIES: dict[str, _SizedConfigs] = {
 
 # Where queries are float32: their products are not the tensor cores', and take registers by the size of a tile.
 _WITHOUT_TENSOR_CORES: _SizedConfigs = {128: (16, 32, 8, 2), 576: (16, 16, 8, 2)}
+_SMALL = ("sm_86", "sm_89", "gfx942")  # too little shared memory for larger heads than 256 in float32
 
 
 def attention_config(
@@ -80,10 +81,14 @@ def attention_config(
     """How to launch `attend` for sequences that have `num_rows` rows on average: queries, in `dtype`, times heads of a
     group.
 
-    `head_size` is the larger of a key's and a value's; ValueError if it is above 576.
+    `head_size` is the larger of a key's and a value's; ValueError if it is too large, above 576 at the latest.
     """
     if architecture == "interpreter":
         return _INTERPRETED
+    if dtype == torch.float32 and head_size > 256 and architecture in _SMALL:
+        raise ValueError(
+            f"this GPU has too little shared memory for heads of {head_size} float32; use dtype='bfloat16'"
+        )
     if dtype == torch.float32:
         table = _WITHOUT_TENSOR_CORES
     else:
