@@ -35,7 +35,7 @@ def loaded(folder: Path, dtype: str = "bfloat16") -> Any:
 
 def packed(folder: Path) -> Any:
     model = loaded(folder)
-    pack_linears(model)
+    pack_linears(model, alike=FusedDecoder.can_run(model))
     return model
 
 
@@ -81,6 +81,13 @@ def test_layers_that_are_merged_are_packed_all_or_none(tmp_path: Path) -> None:
     assert type(layer.self_attn.q_proj) is type(layer.self_attn.k_proj) is type(layer.self_attn.o_proj) is nn.Linear
     assert type(layer.mlp.gate_proj) is type(layer.mlp.up_proj) is PackedLinear
     assert FusedDecoder.can_run(model)
+
+
+def test_where_nothing_is_merged_a_narrow_layer_keeps_no_other_from_being_packed(tmp_path: Path) -> None:
+    model = packed(save_model(tmp_path, model=make_model("gemma2", head_dim=8)))
+    attention = model.model.layers[0].self_attn
+    assert type(attention.k_proj) is nn.Linear
+    assert type(attention.o_proj) is PackedLinear
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -16,11 +16,11 @@ _BITS = 16
 
 
 @torch.inference_mode()
-def pack_linears(model: nn.Module) -> None:
+def pack_linears(model: nn.Module, *, alike: bool = False) -> None:
     """Replace the bfloat16 linear layers of a model on a CPU by packed ones, where that is faster.
 
-    Those of one module all or none, so that they can be merged. Embeddings that share a layer's weights take their
-    rows from the packed ones.
+    If `alike`, those of one module all or none, so that they can be merged. Embeddings that share a layer's weights
+    take their rows from the packed ones.
     """
     if not packs_bfloat16():
         return
@@ -28,9 +28,10 @@ def pack_linears(model: nn.Module) -> None:
     files.let_go(model.parameters())  # each is read again, and let go of, in its turn
     for parent in list(model.modules()):
         linears = {name: child for name, child in parent.named_children() if type(child) is nn.Linear}
-        if not all(_can_be_packed(name, child) for name, child in linears.items()):
+        can_be_packed = {name: linear for name, linear in linears.items() if _can_be_packed(name, linear)}
+        if alike and len(can_be_packed) < len(linears):
             continue
-        for name, linear in linears.items():
+        for name, linear in can_be_packed.items():
             weight = linear.weight
             others = [user for user in users[id(weight)] if user != (parent, name)]
             if all(isinstance(getattr(*other), nn.Embedding) for other in others):

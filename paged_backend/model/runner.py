@@ -388,7 +388,7 @@ class ModelRunner:
         if trial.loaded.is_quantized or self._is_sharded:  # whose layers are more than their weights
             return trial.check()
         if trial.loaded.owns_weights:
-            pack_linears(self._model)
+            pack_linears(self._model, alike=FusedDecoder.can_run(self._model))
         if trial.loaded.owns_weights and FusedDecoder.can_run(self._model):
             packed.use(FusedDecoder(self._model))
             try:
