@@ -54,6 +54,10 @@ class EngineError(PagedBackendError, RuntimeError):
     """A step failed; its requests are lost and the engine goes on."""
 
 
+class GrammarError(PagedBackendError, RuntimeError):
+    """An output left its grammar, or following the grammar became too expensive: the cause of an EngineError."""
+
+
 class EngineDeadError(EngineError):
     """The engine is closed, or cannot go on."""
 

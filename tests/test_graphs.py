@@ -24,7 +24,7 @@ from helpers_models import make_model, save_model
 from paged_backend import LLM, EngineConfig, LoRARequest, SamplingParams
 from paged_backend.model import decoder as decoder_module
 from paged_backend.model import lora as lora_module
-from paged_backend.model.attention import BatchShape, LayerSpec, PagedLayers, StepMetadata
+from paged_backend.model.attention import LayerSpec, PagedLayers
 from paged_backend.model.attention_backends import TorchAttention, TritonAttention
 from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.graphs import DecodeGraphs, DecodeInputs, graph_sizes
@@ -87,15 +87,7 @@ class Model:
         self.attention: Any = TorchAttention(None)  # type: ignore[arg-type]
 
     def compute(self, inputs: DecodeInputs) -> Tensor:
-        num_groups, num_rows, num_blocks = inputs.block_tables.shape
-        metadata = StepMetadata.shared(
-            inputs.slot_mapping,
-            inputs.block_tables,
-            inputs.query_start_loc,
-            inputs.seq_lens,
-            [BatchShape(num_rows, 1, num_blocks * BLOCK)] * num_groups,
-        )
-        layers = PagedLayers(self.specs, self.cache, metadata, self.attention)
+        layers = PagedLayers(self.specs, self.cache, inputs.metadata(BLOCK), self.attention)
         return self.decoder.logits(self.decoder(layers, inputs.input_ids, inputs.positions, inputs.rows))
 
     def written(self, step: Callable[[], object]) -> set[int]:

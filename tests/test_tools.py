@@ -19,6 +19,7 @@ from paged_backend import (
     ConfigError,
     EngineConfig,
     EngineError,
+    GrammarError,
     InvalidRequestError,
     RequestOutputKind,
     SamplingParams,
@@ -31,7 +32,7 @@ from paged_backend.chat.tool_parsers.hermes import HermesParser
 from paged_backend.chat.tools import check_tools
 from paged_backend.handle import _extend
 from paged_backend.model.demo import demo_folder
-from paged_backend.sampling.grammar import GrammarCompiler, GrammarError
+from paged_backend.sampling.grammar import GrammarCompiler
 
 WITH_TOOLS = """\
 {%- if tools %}<|im_start|>system

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paged_backend.model.attention import BatchShape, StepMetadata
 from paged_backend.model.inputs import StepInputs, known
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,12 @@ class DecodeInputs(NamedTuple):
     """[B + 1] int32: 0 to B"""
     rows: Tensor
     """[B] int64: 0 to B - 1"""
+
+    def metadata(self, block_size: int) -> StepMetadata:
+        num_groups, num_rows, num_blocks = self.block_tables.shape
+        batches = [BatchShape(num_rows, 1, num_blocks * block_size)] * num_groups
+        places = self.slot_mapping, self.block_tables, self.query_start_loc, self.seq_lens
+        return StepMetadata.shared(*places, batches)
 
 
 class _Size(NamedTuple):

@@ -14,7 +14,6 @@ from paged_backend.engine.scheduler import SchedulerOutput
 from paged_backend.errors import ModelError
 from paged_backend.model.attention import (
     AttentionLayers,
-    BatchShape,
     LayerRecorder,
     LayerSpec,
     PagedLayers,
@@ -110,15 +109,7 @@ class PackedRun:
         def compute(inputs: DecodeInputs, layout: int) -> Tensor:
             decoder = self._captured_decoder if layout else plain
             assert decoder is not None
-            num_groups, num_rows, num_blocks = inputs.block_tables.shape
-            metadata = StepMetadata.shared(
-                inputs.slot_mapping,
-                inputs.block_tables,
-                inputs.query_start_loc,
-                inputs.seq_lens,
-                [BatchShape(num_rows, 1, num_blocks * block_size)] * num_groups,
-            )
-            layers = PagedLayers(self._specs, self._kv_cache, metadata, attention)
+            layers = PagedLayers(self._specs, self._kv_cache, inputs.metadata(block_size), attention)
             return decoder.logits(decoder(layers, inputs.input_ids, inputs.positions, inputs.rows))
 
         self.graphs = DecodeGraphs(

@@ -31,7 +31,7 @@ from paged_backend.model.huge_pages import use_huge_pages
 from paged_backend.model.inputs import StepInputs, decodes_first, step_inputs
 from paged_backend.model.kv_cache import LayerCache
 from paged_backend.model.largest_step import largest_lengths, largest_step, sample_all
-from paged_backend.model.layer_groups import layer_groups
+from paged_backend.model.layer_groups import LayerGroups, layer_groups
 from paged_backend.model.linear import PackedLinear, speed_up_linears
 from paged_backend.model.loader import LoadedModel
 from paged_backend.model.lora import AdapterStore, StepAdapters
@@ -221,24 +221,8 @@ class ModelRunner:
 
     def _try_way(self, way: Way, trial: _Trial) -> Verdict:
         """Raises ModelError, or whatever the model's code raises, if this is not the way to run it."""
-        model, config, block_size = self._model, trial.config, trial.config.block_size
-        call = ModelCall(model, position_offset=way.position_offset)
-        latents = not (config.enable_lora or self._is_sharded)
-        tier = self._tier(way, call, latents=latents)
-        _set_attention(model, PAGED if tier is None else tier.implementation or trial.own_implementation)
-        specs: Sequence[kv_cache.KVShape]
-        self._packed = PackedRun(model, call, is_sharded=self._is_sharded) if tier is None else None
-        if self._packed is not None:
-            specs = self._packed.record(trial.probe, latents=latents)
-        else:
-            assert tier is not None
-            specs = tier.record(self._tensor(np.array(trial.probe))[None])
-        groups = layer_groups(specs, block_size, trial.loaded.max_model_len)
-        self._specs, self._places, self.reaches = groups.tell(specs), groups.place_of, groups.reaches
-        self._attention = None
-        if way.tier not in _ATTENDING_ITSELF:
-            needs = Needs(self.device, model.dtype, trial.dtype, block_size, cast("list[LayerSpec]", self._specs))
-            self._attention = attention_backend(config.attention_backend, needs)
+        config, block_size = trial.config, trial.config.block_size
+        tier, groups, specs = self._record(way, trial)
         max_len, meter, step_bytes = trial.loaded.max_model_len, meter_of(self.device), 0
         layout = KVLayout(self.reaches, block_size, config.max_num_batched_tokens)
         own_bytes = 0 if tier is None else tier.token_bytes
@@ -271,6 +255,29 @@ class ModelRunner:
             max_num_seqs=room.max_num_seqs,
             keeps_state=state_bytes > 0 or way.tier is Tier.OWN_CACHE,
         )
+
+    def _record(self, way: Way, trial: _Trial) -> tuple[_Tier | None, LayerGroups, Sequence[kv_cache.KVShape]]:
+        """Who runs the model (None: `self._packed`), and what its layers keep; chooses who attends to that."""
+        model, config = self._model, trial.config
+        call = ModelCall(model, position_offset=way.position_offset)
+        latents = not (config.enable_lora or self._is_sharded)
+        tier = self._tier(way, call, latents=latents)
+        _set_attention(model, PAGED if tier is None else tier.implementation or trial.own_implementation)
+        specs: Sequence[kv_cache.KVShape]
+        self._packed = PackedRun(model, call, is_sharded=self._is_sharded) if tier is None else None
+        if self._packed is not None:
+            specs = self._packed.record(trial.probe, latents=latents)
+        else:
+            assert tier is not None
+            specs = tier.record(self._tensor(np.array(trial.probe))[None])
+        groups = layer_groups(specs, config.block_size, trial.loaded.max_model_len)
+        self._specs, self._places, self.reaches = groups.tell(specs), groups.place_of, groups.reaches
+        self._attention = None
+        if way.tier not in _ATTENDING_ITSELF:
+            layers = cast("list[LayerSpec]", self._specs)
+            needs = Needs(self.device, model.dtype, trial.dtype, config.block_size, layers)
+            self._attention = attention_backend(config.attention_backend, needs)
+        return tier, groups, specs
 
     def _settle(self, tier: _Tier | None, way: Way, trial: _Trial) -> float:
         """Choose what will run, with the cache that there is; the difference from a plain run."""

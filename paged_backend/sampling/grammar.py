@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from paged_backend.errors import InvalidRequestError, MissingExtraError
+from paged_backend.errors import GrammarError, InvalidRequestError, MissingExtraError
 from paged_backend.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -33,10 +33,6 @@ _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separat
 
 Bitmask = npt.NDArray[np.int32]
 """One bit per token, the lowest of each number first: set if the token is allowed."""
-
-
-class GrammarError(Exception):
-    """An output left its grammar, or following the grammar became too expensive."""
 
 
 class Grammar:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from paged_backend.engine.request import Sequence
-from paged_backend.sampling.grammar import Bitmask, GrammarError, GrammarMatcher
+from paged_backend.errors import GrammarError
+from paged_backend.sampling.grammar import Bitmask, GrammarMatcher
 from paged_kernels import mask_logits
 
 

@@ -16,11 +16,11 @@ from starlette.responses import JSONResponse, Response
 from paged_backend import (
     EngineDeadError,
     EngineError,
+    GrammarError,
     InvalidRequestError,
     OverloadedError,
     RequestTimeoutError,
 )
-from paged_backend.sampling.grammar import GrammarError
 
 logger = logging.getLogger(__name__)
 
