@@ -135,14 +135,6 @@ def save_model(
     return folder
 
 
-def prompt_logprobs(llm: LLM, prompt: list[int]) -> torch.Tensor:
-    """Of each token of a prompt but the first."""
-    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
-    assert output.prompt_logprobs is not None
-    entries = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
-    return torch.tensor([each[token_id].logprob for token_id, each in entries if each])
-
-
 def _byte_alphabet() -> list[str]:
     """The printable character by which byte-level vocabularies spell each byte (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
