@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from paged_kernels.vector import pointer
 
+SERIAL_PRODUCT = 200_000  # multiplications, about 10 µs: fewer are not worth other threads
 LOG2_E = np.float32(math.log2(math.e))
 _EXP2 = tuple(np.float32(math.log(2) ** i / math.factorial(i)) for i in range(8))
 

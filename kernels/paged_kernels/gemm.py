@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_kernels import compiled
-from paged_kernels.compiled import TYPES, array_at, set_num_threads
+from paged_kernels.compiled import SERIAL_PRODUCT, TYPES, array_at, set_num_threads
 from paged_kernels.native import address_of, call
 from paged_kernels.vector import (
     BFLOAT16_IS_FAST,
@@ -36,7 +36,6 @@ _TILE = 32  # columns that are widened together
 _TILE_OF_PAIRS = 16  # columns of bfloat16 that fit in the L1 cache beside some rows
 _MOST_ROWS = 512  # that are multiplied with a tile
 _MOST_ROWS_IN_PLACE = 64  # above, it is faster by 5 % to widen a tile of columns first
-SERIAL_COST = 200_000  # about 10 µs: a product below is not worth other threads
 _ROWS_OF_THREAD = 48  # from so many on, threads share the rows and each widens all the weights
 
 _BLOCK = NUM_SUMS // 4  # the most rows that are multiplied at once, with four columns
@@ -60,7 +59,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None:
         bias = bias.float().contiguous()
     out = x.new_empty(num_rows, num_columns)
-    num_threads = 1 if num_rows * num_columns * depth < SERIAL_COST else set_num_threads()
+    num_threads = 1 if num_rows * num_columns * depth < SERIAL_PRODUCT else set_num_threads()
     types, matrix = types_of(x, weight), matrix_of(weight, bias)
     multiply(part_kernel(types), types, x.data_ptr(), x.stride(0), matrix, out.data_ptr(), num_rows, num_threads)
     return out

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from paged_kernels import compiled
 from paged_kernels.adapters import LowRankAdapters, Piece, RowIndex
-from paged_kernels.compiled import TYPES, array_at, set_num_threads
+from paged_kernels.compiled import SERIAL_PRODUCT, TYPES, array_at, set_num_threads
 from paged_kernels.vector import from_float32, to_float32
-
-_SERIAL_COST = 200_000  # about 10 µs: not worth other threads
 
 _compile = compiled.compile_kernel
 
@@ -34,7 +32,7 @@ def add_low_rank(out: Tensor, x: Tensor, adapters: LowRankAdapters, rows: RowInd
     pointers = adapters.pointers
     weight_like = TYPES[adapters.dtype]
     args = (TYPES[x.dtype], weight_like, x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0), x.shape[1])
-    if len(rows.few) == 1 or len(rows.few) * adapters.cost < _SERIAL_COST or set_num_threads() == 1:
+    if len(rows.few) == 1 or len(rows.few) * adapters.cost < SERIAL_PRODUCT or set_num_threads() == 1:
         _add_rows(*args, *pointers, rows.few, rows.adapters_of_few)
     else:
         _add_rows_in_threads(*args, *pointers, rows.few, rows.adapters_of_few)

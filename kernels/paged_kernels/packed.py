@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paged_kernels import compiled
-from paged_kernels.compiled import TYPES, array_at, set_num_threads
+from paged_kernels.compiled import SERIAL_PRODUCT, TYPES, array_at, set_num_threads
 from paged_kernels.native import address_of, call
 from paged_kernels.packing import LEAST_COLUMNS, PackedWeight
 from paged_kernels.quads import STEP, add_packed, largest_bits, rotate_64, round_to_bytes
@@ -26,7 +26,6 @@ from paged_kernels.vector import LANES, WIDTH, copy_from_float32, copy_to_float3
 
 _BYTE = np.empty(0, np.int8)
 _VALUES = {16: TYPES[torch.bfloat16], 8: np.empty(0, np.uint8), 4: _BYTE}  # see quads.py
-SERIAL_COST = {16: 200_000, 8: 200_000, 4: 200_000}  # about 10 µs: a product below is not worth other threads
 _MOST_ROWS = 256  # that stay in the L2 cache
 # As many sums as fit in the registers: of so many blocks, of one of these numbers of rows, whichever is next below.
 _BLOCKS_AT_ONCE = 4 if WIDTH >= LANES else 2
@@ -56,7 +55,7 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     out = x.new_empty(num_rows, num_columns)
     if out.numel() > 0:
         bias = None if bias is None else bias.float().contiguous()
-        num_threads = 1 if num_rows * num_columns * depth < SERIAL_COST[weight.bits] else set_num_threads()
+        num_threads = 1 if num_rows * num_columns * depth < SERIAL_PRODUCT else set_num_threads()
         matrix = matrix_of(weight, bias)
         types = types_of(x, weight)
         parts = part_kernels(types, matrix)

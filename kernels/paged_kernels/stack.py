@@ -273,9 +273,7 @@ def _ready(layer: LayerWeights) -> LayerWeights:
 
 def _operation(matrix: Matrix) -> Operation:
     *_, sizes, rounding = matrix.arguments()
-    weight = matrix.weight
-    least = packed.SERIAL_COST[weight.bits] if isinstance(weight, PackedWeight) else gemm.SERIAL_COST
-    return Operation(sizes, rounding, least)
+    return Operation(sizes, rounding)
 
 
 def _row(layer: LayerWeights, attention: AttentionOfLayer) -> list[int]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged_kernels import cpu, fused
-from paged_kernels.compiled import array_at, compile_kernel
+from paged_kernels.compiled import SERIAL_PRODUCT, array_at, compile_kernel
 from paged_kernels.native import call
 from paged_kernels.vector import pointer
 
@@ -75,8 +75,6 @@ class Operation(NamedTuple):
 
     sizes: Any
     rounding: Any
-    least: int
-    """Work that is worth threads."""
 
 
 class Buffers(NamedTuple):
@@ -167,7 +165,7 @@ def _multiply(
 ) -> None:
     sizes = operation.sizes
     work = num_rows * sizes[0] * sizes[1]
-    num_threads = 1 if work < operation.least else options.num_threads
+    num_threads = 1 if work < SERIAL_PRODUCT else options.num_threads
     matrix = (layer[column], layer[column + 1], layer[column + 2], sizes, operation.rounding)
     call(kernels.multiply, (kernels.multiply_parts, types, x, sizes[1], matrix, out, num_rows, num_threads))
 
