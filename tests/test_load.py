@@ -48,7 +48,7 @@ def test_vllms_server_is_started_as_its_engine_is(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_server_holds_under_many_clients_of_whom_some_hang_up() -> None:
     """Nothing fails, no block is left held, and the memory is flat; how fast it is depends on who else is there."""
-    options = ["--clients", "16", "--seconds", "20", "--no-rate", "--kv-cache-memory", "64MiB"]
+    options = ["--clients", "16", "--seconds", "8", "--no-rate", "--kv-cache-memory", "64MiB"]
     command = [sys.executable, ROOT / "benchmarks" / "load.py", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         try:
