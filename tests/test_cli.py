@@ -109,6 +109,25 @@ def test_an_interrupt_during_the_imports_has_its_code_and_no_traceback(tmp_path:
     assert completed.returncode == 130 and completed.stderr == ""
 
 
+def test_an_interrupt_ends_a_command_whatever_else_runs(tmp_path: Path) -> None:
+    """As libraries abort that are taken away from threads which load a model."""
+    script = """
+import atexit, os
+from paged_backend.cli import app as module, main
+
+def command():
+    print("half a line", end="")
+    raise SystemExit(130)
+
+atexit.register(os.abort)
+module.app = command
+main()
+"""
+    command = [sys.executable, "-c", script]
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (completed.returncode, completed.stdout) == (130, "half a line")
+
+
 @pytest.fixture
 def served(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> list[Models]:
     """What `serve` would serve."""

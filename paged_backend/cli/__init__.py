@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from typing import NoReturn
 
 from paged_backend import MissingExtraError
 
@@ -20,4 +23,17 @@ def main() -> None:
         sys.exit(f"error: {MissingExtraError('the command paged-backend', 'server')}")
     except KeyboardInterrupt:  # the imports take seconds
         sys.exit(INTERRUPTED)
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            _leave_at_once()
+        raise
+
+
+def _leave_at_once() -> NoReturn:
+    """Without the interpreter's end, which takes the libraries away from threads that are still loading a model."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(INTERRUPTED)
