@@ -194,8 +194,9 @@ def test_pickled_weights_run_no_code(tmp_path: Path, is_packed: bool) -> None:
     torch.save(state, tmp_path / "pytorch_model.bin")
     assert_holds(tmp_path, dense)
     torch.save(state | {"more": Path()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="cannot be"):
+    with pytest.raises(ModelError, match=r"cannot be .*more than tensors.*pathlib.*save it as safetensors") as caught:
         load(tmp_path, None, EngineConfig(device="cpu"))
+    assert "weights_only" not in str(caught.value)
 
 
 def test_block_wise_fp8_is_unpacked_by_transformers(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ from paged_backend.model.rank_process import RankSetup
 from paged_backend.model.remote_tokenizers import IM_END, qwen_tokenizer
 from paged_backend.model.rope import length_limits
 from paged_backend.model.shards import check_can_be_sharded, plan_for
+from paged_backend.model.tensor_files import problem_of
 from paged_backend.model.tiers.step_cache import keeps_state
 from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport
 from paged_backend.sampling_params import SamplingParams
@@ -242,7 +243,7 @@ def _load_weights(source: _Source, name: str, config: EngineConfig, ranks: Ranks
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"model={name!r} cannot be loaded: {error}{hint}") from error
+        raise ModelError(f"model={name!r} cannot be loaded: {problem_of(error)}{hint}") from error
     missing = [key for key in report["missing_keys"] if not key.startswith(_UNUSED_WEIGHTS)]
     if missing:
         some = ", ".join(sorted(missing)[:3])

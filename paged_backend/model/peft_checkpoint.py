@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paged_backend.errors import InvalidRequestError
+from paged_backend.model.tensor_files import problem_of
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -75,13 +76,8 @@ def read(folder: Path) -> dict[str, LowRank]:
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         tensors = _tensors(weights_file(folder))
-    except (OSError, ValueError, safetensors.SafetensorError, RuntimeError) as error:
-        raise InvalidRequestError(f"the LoRA adapter in {str(folder)!r} cannot be read: {error}") from error
-    except Exception as error:  # what torch raises for pickled files that hold more than tensors
-        raise InvalidRequestError(
-            f"the LoRA adapter in {str(folder)!r} cannot be read without running code from it: {error}; "
-            "save it again as safetensors"
-        ) from error
+    except Exception as error:  # whatever broken files, or pickles with more than tensors, raise
+        raise InvalidRequestError(f"the LoRA adapter in {str(folder)!r} cannot be read: {problem_of(error)}") from error
     _check_config(config, folder)
     return _low_ranks(tensors, config, folder)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,4 +77,13 @@ class TensorFiles(Mapping[str, Tensor]):
                 tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
                 self._file_of |= dict.fromkeys(tensors, tensors)
         except Exception as error:  # whatever broken files, or pickles with more than tensors, raise
-            raise ModelError(f"{path} cannot be read: {error}") from error
+            raise ModelError(f"{path} cannot be read: {problem_of(error)}") from error
+
+
+def problem_of(error: Exception) -> str:
+    """Why weights could not be read, without torch's advice on how to run what a pickled file holds beside them."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return str(error)
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    what = f" ({named[1]})" if named else ""
+    return f"there is more than tensors in a pickled file{what}, and its code is never run; save it as safetensors"
