@@ -1,7 +1,7 @@
 """What all CPU kernels share: how they are compiled, how many threads they use, how tensors reach them.
 
-Numba's disk cache does not notice a change of an imported module: after one here, in avx512.py, plan.py or vector.py,
-touch cpu.py, fused.py, gemm.py, masks.py, packed.py, sampling.py and stack_steps.py.
+Numba's disk cache does not notice a change of an imported module: after one here, or in attention_rows.py, avx512.py,
+plan.py, quads.py, tiles.py or vector.py, delete `__pycache__`.
 """
 
 import math
