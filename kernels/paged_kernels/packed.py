@@ -20,17 +20,18 @@ from torch import Tensor
 from paged_kernels import compiled
 from paged_kernels.compiled import SERIAL_PRODUCT, TYPES, array_at, set_num_threads
 from paged_kernels.native import address_of, call
-from paged_kernels.packing import LEAST_COLUMNS, PackedWeight
-from paged_kernels.quads import STEP, add_packed, largest_bits, rotate_64, round_to_bytes
+from paged_kernels.packing import BITS, LEAST_COLUMNS, PackedWeight
+from paged_kernels.quads import STEP, add_packed, largest_bits, rotate_64, round_to_integers, row_like
 from paged_kernels.vector import LANES, WIDTH, copy_from_float32, copy_to_float32, from_float32, to_float32
 
-_BYTE = np.empty(0, np.int8)
-_VALUES = {16: TYPES[torch.bfloat16], 8: np.empty(0, np.uint8), 4: _BYTE}  # see quads.py
+_VALUES = {16: TYPES[torch.bfloat16], 8: np.empty(0, np.uint8), 4: np.empty(0, np.int8)}  # see quads.py
+_PREPARED = {bits: row_like(bits) for bits in BITS}
 _MOST_ROWS = 256  # that stay in the L2 cache
-# As many sums as fit in the registers: of so many blocks, of one of these numbers of rows, whichever is next below.
-_BLOCKS_AT_ONCE = 4 if WIDTH >= LANES else 2
-_MANY_ROWS, _SOME_ROWS = (6, 4) if WIDTH >= LANES else (3, 2)
-_FEW_ROWS = _BLOCKS_AT_ONCE * _MANY_ROWS  # below, the time is that of reading the weights
+_BLOCKS_AT_ONCE = 4 if WIDTH >= LANES else 2  # whose steps fit in the L1 cache
+# As many sums as fit in the registers: of one of these numbers of rows, whichever is next below, and so many blocks.
+_MANY_ROWS, _SOME_ROWS = 6, 4
+_BLOCKS_OF_MANY, _BLOCKS_OF_FEW = (4, 4) if WIDTH >= LANES else (1, 2)
+_FEW_ROWS = _BLOCKS_OF_MANY * _MANY_ROWS  # below, the time is that of reading the weights
 _TOTALS = _BLOCKS_AT_ONCE * LANES
 _STEPS_AT_ONCE = 144  # of these blocks, beside some rows, fit in the L1 cache
 _NOT_FINITE = np.int32(0x7F800000)
@@ -88,7 +89,7 @@ def _part_kernels(is_rounded: bool, *dtypes: np.dtype[Any]) -> tuple[int, int]:
 def types_of(x: Tensor, weight: PackedWeight) -> Types:
     """Of inputs, weights, scales and inputs that have been prepared."""
     bits = weight.bits
-    return TYPES[x.dtype], _VALUES[bits], TYPES[weight.scales.dtype], _VALUES[16] if bits == 16 else _BYTE
+    return TYPES[x.dtype], _VALUES[bits], TYPES[weight.scales.dtype], _PREPARED[bits]
 
 
 @functools.partial(_compile, parallel=True)
@@ -100,7 +101,8 @@ def multiply(
     prepare, part = parts
     values, scales, bias, sizes, rounding = matrix
     _, depth, padded_depth, num_groups, _ = sizes
-    is_few, is_ready = num_rows < _FEW_ROWS, rounding is None and depth == padded_depth
+    is_few = num_rows < _FEW_ROWS
+    is_ready = rounding is None and types[0].itemsize == types[3].itemsize and depth == padded_depth
     num_shared = 0 if is_few or is_ready else num_rows
     shared = _buffers(num_shared, padded_depth, num_groups, types[3])
     if is_ready:
@@ -154,8 +156,11 @@ def _prepare(
     for r in range(first, end):
         source = array_at(x, r * stride, depth, types[0])
         row = rows[r * width : (r + 1) * width]
-        if rounding is None:
+        if rounding is None and source.itemsize == rows.itemsize:
             row[:depth] = source
+            row[depth:] = 0
+        elif rounding is None:
+            _widen(source, row)
             row[depth:] = 0
         else:
             scales = slice(r * num_scales, (r + 1) * num_scales)
@@ -240,10 +245,7 @@ def _view(array: NDArray[Any], start: int) -> NDArray[Any]:
 def _rotate(source: NDArray[Any], rotation: int, numbers: NDArray[np.float32]) -> None:
     """See `packing.rotate`."""
     depth = len(source)
-    whole = depth // LANES * LANES
-    copy_to_float32(source, 0, numbers, 0, whole)
-    for i in range(whole, depth):
-        numbers[i] = to_float32(source[i])
+    _widen(source, numbers)
     if rotation == 64:
         rotate_64(numbers, depth)
         return
@@ -260,12 +262,20 @@ def _rotate(source: NDArray[Any], rotation: int, numbers: NDArray[np.float32]) -
 
 
 @_compile
+def _widen(source: NDArray[Any], numbers: NDArray[np.float32]) -> None:
+    whole = len(source) // LANES * LANES
+    copy_to_float32(source, 0, numbers, 0, whole)
+    for i in range(whole, len(source)):
+        numbers[i] = to_float32(source[i])
+
+
+@_compile
 def _quantize(
     numbers: NDArray[np.float32],
     depth: int,
     num_groups: int,
     offset: int,
-    row: NDArray[np.int8],
+    row: NDArray[Any],
     scales: NDArray[np.float32],
     offsets: NDArray[np.int32],
 ) -> None:
@@ -284,7 +294,7 @@ def _quantize(
             scales[g] = np.float32(0) if bits == 0 else np.float32(np.nan)
         else:
             largest = np.int32(bits).view(np.float32)
-            total = round_to_bytes(numbers, g * size, whole, np.float32(127) / largest, row, g * size)
+            total = round_to_integers(numbers, g * size, whole, np.float32(127) / largest, row, g * size)
             scales[g] = largest / np.float32(127)
         offsets[g] = -total * np.int32(offset)
     if num_groups == 1:
@@ -371,31 +381,35 @@ def _add_part(
     first, height, block, step, count, row_scale, group = where
     _, _, depth, num_groups, num_steps = sizes
     numbers_of_step, numbers_of_block = depth // num_steps, STEP // columns[0].itemsize
-    places = (
-        *(first * stride + step * numbers_of_step, stride),
-        *(first * max(2, num_groups) + row_scale, max(2, num_groups)),
-        *((block * num_steps + step) * numbers_of_block, num_steps * numbers_of_block),
-        *((block * num_groups + group) * LANES, num_groups * LANES),
-        *(first * _TOTALS, _TOTALS),
-        *(count, ahead, ahead_stride),
-    )
-    if fetches_all:
+    width = _BLOCKS_OF_FEW if height <= 2 else _BLOCKS_OF_MANY
+    for i in range(0, _BLOCKS_AT_ONCE, width):
+        places = (
+            *(first * stride + step * numbers_of_step, stride),
+            *(first * max(2, num_groups) + row_scale, max(2, num_groups)),
+            *(((block + i) * num_steps + step) * numbers_of_block, num_steps * numbers_of_block),
+            *(((block + i) * num_groups + group) * LANES, num_groups * LANES),
+            *(first * _TOTALS + i * LANES, _TOTALS),
+            *(count, ahead, ahead_stride),
+        )
+        if fetches_all:
+            if height == 1:
+                add_packed(rows, columns, totals, places, 1, _BLOCKS_OF_FEW, _BLOCKS_OF_FEW)
+            elif height == 2:
+                add_packed(rows, columns, totals, places, 2, _BLOCKS_OF_FEW, _BLOCKS_OF_FEW)
+            elif height == _SOME_ROWS:
+                add_packed(rows, columns, totals, places, _SOME_ROWS, _BLOCKS_OF_MANY, _BLOCKS_OF_MANY)
+            else:
+                add_packed(rows, columns, totals, places, _MANY_ROWS, _BLOCKS_OF_MANY, _BLOCKS_OF_MANY)
+            continue
         if height == 1:
-            add_packed(rows, columns, totals, places, 1, _BLOCKS_AT_ONCE, _BLOCKS_AT_ONCE)
+            add_packed(rows, columns, totals, places, 1, _BLOCKS_OF_FEW, 1)
         elif height == 2:
-            add_packed(rows, columns, totals, places, 2, _BLOCKS_AT_ONCE, _BLOCKS_AT_ONCE)
+            add_packed(rows, columns, totals, places, 2, _BLOCKS_OF_FEW, 1)
         elif height == _SOME_ROWS:
-            add_packed(rows, columns, totals, places, _SOME_ROWS, _BLOCKS_AT_ONCE, _BLOCKS_AT_ONCE)
+            add_packed(rows, columns, totals, places, _SOME_ROWS, _BLOCKS_OF_MANY, 1)
         else:
-            add_packed(rows, columns, totals, places, _MANY_ROWS, _BLOCKS_AT_ONCE, _BLOCKS_AT_ONCE)
-    elif height == 1:
-        add_packed(rows, columns, totals, places, 1, _BLOCKS_AT_ONCE, 1)
-    elif height == 2:
-        add_packed(rows, columns, totals, places, 2, _BLOCKS_AT_ONCE, 1)
-    elif height == _SOME_ROWS:
-        add_packed(rows, columns, totals, places, _SOME_ROWS, _BLOCKS_AT_ONCE, 1)
-    else:
-        add_packed(rows, columns, totals, places, _MANY_ROWS, _BLOCKS_AT_ONCE, 1)
+            add_packed(rows, columns, totals, places, _MANY_ROWS, _BLOCKS_OF_MANY, 1)
+        ahead, ahead_stride = 0, 0  # it has been fetched
 
 
 @_compile

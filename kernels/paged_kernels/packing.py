@@ -95,9 +95,9 @@ class PackedWeight:
 
 def packs_bfloat16() -> bool:
     """Whether weights of 16 bits are multiplied faster packed than in rows, on this CPU."""
-    from paged_kernels.vector import BFLOAT16_IS_FAST  # late: Numba takes half a second to import
+    from paged_kernels.vector import BFLOAT16_IS_FAST, WIDTH  # late: Numba takes half a second to import
 
-    return BFLOAT16_IS_FAST
+    return BFLOAT16_IS_FAST or WIDTH == 8
 
 
 def pack(weight: Tensor, bits: int) -> PackedWeight:

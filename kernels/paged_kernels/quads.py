@@ -2,25 +2,31 @@
 
 Four bytes or two bfloat16 of a column make 32 bits, and so do those of a row that they are multiplied with. One
 instruction adds their products to a 32-bit sum: of an unsigned and a signed byte each, or of bfloat16. Where a CPU
-lacks it, the same is written so that LLVM finds instructions for pairs of 16-bit numbers, or widens to float32.
+lacks it, bfloat16 is widened to float32, and numbers of 8 bits to 16: of a row when it is prepared, of a column in two
+halves, the even ones and the odd ones, so that LLVM finds instructions for the products of pairs.
 
 Arrays of uint16 hold bfloat16, arrays of uint8 a weight per byte, arrays of int8 two weights of 4 bits per byte.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numpy.typing import NDArray
 
-from paged_kernels import avx512
+from paged_kernels import assembly
 from paged_kernels.vector import (
     DOTS_BFLOAT16,
+    DOTS_NIBBLES,
     DOTS_QUADS,
     FLOAT32,
     INT32,
     LANES,
+    WIDTH,
     Typed,
     address_at,
     define_intrinsic,
@@ -51,8 +57,8 @@ def add_packed(
 ) -> Typed:
     """Add to totals[r, c] (offsets[r] + the products of numbers[r] and column c) * row_scales[r] * column_scales[c].
 
-    With bfloat16 there are no offsets and no scales. `rows` are (numbers, row_scales, offsets), `columns` are (weights,
-    column_scales); `places` says where in them the rows and columns are: their start and stride in numbers, in
+    With bfloat16 there are no offsets and no scales. Numbers are as `row_like` has them. `rows` are (numbers,
+    row_scales, offsets), `columns` are (weights, column_scales); `places` says where in them the rows and columns are: their start and stride in numbers, in
     row_scales and offsets, in weights, in column_scales and in totals. Columns come in blocks of LANES; the next place
     is how many STEPs one of them has. Meanwhile memory is fetched: for i below `num_fetched` what is
     `ahead + i * ahead_stride` bytes, the last two places, from the first block. If that is one place, what comes from
@@ -79,29 +85,32 @@ def add_packed(
         column_factors = addresses(column_scales, 6, width)
         ts = addresses((signature.args[2], args[2]), 8, height)
         num_steps, ahead, ahead_stride = place[10:]
+        block_stride = with_constant(place[5], weights[0].dtype.bitwidth // 8, builder.mul)
         stored_type = weights[0].dtype
         is_wide = stored_type == types.uint16
         bytes_of_block = [builder.bitcast(w, ir.IntType(8).as_pointer()) for w in ws]
         fetched = builder.gep(bytes_of_block[0], [ahead])
-        if is_wide and DOTS_BFLOAT16:
-            strides = [with_constant(place[i], 2, builder.mul) for i in (5, 1)]
-            bases = [builder.ptrtoint(address, ir.IntType(64)) for address in (ws[0], xs[0], fetched)]
-            avx512.add_pair_products(
-                builder, ts[0], height, width, num_fetched.literal_value, [*bases, *strides, ahead_stride, num_steps]
+        row_type = signature.args[0].types[0].dtype
+        bases = [builder.ptrtoint(address, ir.IntType(64)) for address in (bytes_of_block[0], xs[0], fetched)]
+        row_stride = with_constant(place[1], row_type.bitwidth // 8, builder.mul)
+        if row_type == types.uint16:
+            strides = [block_stride, ahead_stride, row_stride]
+            assembly.add_pair_products(
+                builder, ts[0], height, width, num_fetched.literal_value, [*bases, num_steps, *strides]
             )
             return context.get_dummy_value()
-        sums = [
-            [
-                cgutils.alloca_once_value(builder, _splat(builder, FLOAT32(0) if is_wide else builder.load(offset)))
-                for _ in ws
+        zeros = [ir.Constant(_NUMBERS, [0.0] * LANES) if is_wide else _splat(builder, builder.load(o)) for o in starts]
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in ws] for zero in zeros]
+        if WIDTH == 8 and row_type != types.int8 and height > 2:  # with fewer LLVM keeps the sums in registers as well
+            assert width == 1
+            places_of_sums = [row_sums[0] for row_sums in sums]
+            assembly.add_halves(builder, places_of_sums, [*bases, num_steps, row_stride], of_bytes=not is_wide)
+        else:
+            ahead_of = [
+                builder.gep(fetched, [with_constant(ahead_stride, i, builder.mul)])
+                for i in range(num_fetched.literal_value)
             ]
-            for offset in starts
-        ]
-        ahead_of = [
-            builder.gep(fetched, [with_constant(ahead_stride, i, builder.mul)])
-            for i in range(num_fetched.literal_value)
-        ]
-        _add_products(builder, stored_type, xs, bytes_of_block, sums, ahead_of, num_steps)
+            _add_products(builder, row_type, stored_type, xs, bytes_of_block, sums, ahead_of, num_steps)
         if is_wide:
             for t, row_sums in zip(ts, sums, strict=True):
                 for i, total in enumerate(row_sums):
@@ -172,11 +181,20 @@ def largest_bits(typing_context: Any, numbers: Any, start: Any, length: Any) -> 
     return types.int32(numbers, types.int64, types.int64), emit
 
 
+def row_like(bits: int) -> NDArray[Any]:
+    """An empty array like those that hold prepared rows for weights of so many bits: bfloat16 or float32; bytes, or
+    16-bit numbers of which each four are in the order 0, 2, 1, 3."""
+    if bits == 16:
+        return np.empty(0, np.uint16 if DOTS_BFLOAT16 else np.float32)
+    return np.empty(0, np.int8 if DOTS_QUADS or (bits == 4 and DOTS_NIBBLES) else np.int16)
+
+
 @define_intrinsic
-def round_to_bytes(
+def round_to_integers(
     typing_context: Any, numbers: Any, start: Any, length: Any, factor: Any, target: Any, target_start: Any
 ) -> Typed:
-    """Write some float32, a multiple of LANES, times a factor, as bytes; return their sum. All have to be in range."""
+    """Write some float32, a multiple of LANES, times a factor, as `row_like` has them; return their sum. All have to be
+    in the range of a byte."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         read = address_at(context, builder, signature.args[0], args[0], args[1])
@@ -188,9 +206,13 @@ def round_to_bytes(
             scaled = builder.fmul(load_vector(builder, builder.gep(read, [offset])), factors)
             whole = builder.fptosi(_call(builder, "llvm.rint.v16f32", _NUMBERS, scaled), _SUMS)
             builder.store(builder.add(builder.load(total), whole), total)
-            bytes_ = builder.trunc(whole, ir.VectorType(ir.IntType(8), LANES))
-            address = builder.bitcast(builder.gep(write, [offset]), bytes_.type.as_pointer())
-            builder.store(bytes_, address, align=1)
+            if signature.args[4].dtype == types.int16:
+                whole = emit_shuffle(
+                    builder, whole, whole, [4 * i + j for i in range(LANES // 4) for j in (0, 2, 1, 3)]
+                )
+            narrow = builder.trunc(whole, ir.VectorType(context.get_data_type(signature.args[4].dtype), LANES))
+            address = builder.bitcast(builder.gep(write, [offset]), narrow.type.as_pointer())
+            builder.store(narrow, address, align=1)
         return _call(builder, "llvm.vector.reduce.add.v16i32", INT32, builder.load(total))
 
     return types.int32(numbers, types.int64, types.int64, types.float32, target, types.int64), emit
@@ -207,6 +229,7 @@ def _rotated(builder: Any, vector: Any) -> Any:
 
 def _add_products(
     builder: Any,
+    row_type: Any,
     stored_type: Any,
     rows: Sequence[Any],
     blocks: Sequence[Any],
@@ -214,23 +237,35 @@ def _add_products(
     fetched: Sequence[Any],
     num_steps: Any,
 ) -> None:
-    """As `avx512.add_pair_products`, for any CPU and also for bytes; all are addresses."""
-    is_wide, num_parts = stored_type == types.uint16, 2 if stored_type == types.int8 else 1
+    """As the loops of assembly.py, for any CPU; all are addresses."""
+    parts = _parts(builder, row_type, stored_type)
+    words_of_rows = [builder.bitcast(row, INT32.as_pointer()) for row in rows]
     with cgutils.for_range(builder, num_steps) as loop:
         w_offset = with_constant(loop.index, STEP, builder.mul)
-        x_offset = with_constant(loop.index, 2 if is_wide else 4 * num_parts, builder.mul)
+        x_offset = with_constant(loop.index, len(parts), builder.mul)
         stored = [load_vector(builder, builder.gep(block, [w_offset]), INT32, LANES) for block in blocks]
         for address in fetched:
             emit_prefetch(builder, builder.gep(address, [w_offset]), is_near=len(fetched) == 1)
-        for part in range(num_parts):
-            words = stored if num_parts == 1 else [_nibbles(builder, vector, part) for vector in stored]
-            for x, row_sums in zip(rows, sums, strict=True):
-                address = builder.gep(x, [with_constant(x_offset, 4 * part, builder.add)])
-                word = _splat(builder, builder.load(builder.bitcast(address, INT32.as_pointer()), align=4))
+        for i, part in enumerate(parts):
+            words = [part(vector) for vector in stored]
+            for x, row_sums in zip(words_of_rows, sums, strict=True):
+                address = builder.gep(x, [builder.add(x_offset, x_offset.type(i))])
+                word = _splat(builder, builder.load(address, align=4))
                 for weight, total in zip(words, row_sums, strict=True):
-                    add = _add_pair if is_wide else _add_quad
-                    builder.store(add(builder, builder.load(total), weight, word), total)
+                    builder.store(_ADD[row_type](builder, builder.load(total), weight, word), total)
                 _keep_order(builder)
+
+
+def _parts(builder: Any, row_type: Any, stored_type: Any) -> list[Callable[[Any], Any]]:
+    """What of a word of weights is multiplied with the first 32 bits of a row, with the next, and so on."""
+
+    def both(part: Callable[..., Any], of: Callable[[Any], Any] = lambda word: word) -> list[Callable[[Any], Any]]:
+        return [lambda word, i=i: part(builder, of(word), i) for i in range(2)]
+
+    if stored_type == types.uint16:
+        return both(_widened)
+    quads = both(_nibbles) if stored_type == types.int8 else [lambda word: word]
+    return quads if row_type == types.int8 else [half for quad in quads for half in both(_bytes, quad)]
 
 
 def _keep_order(builder: Any) -> None:
@@ -244,33 +279,62 @@ def _nibbles(builder: Any, stored: Any, part: int) -> Any:
     return builder.and_(shifted, ir.Constant(stored.type, [0x0F0F0F0F] * LANES))
 
 
+def _bytes(builder: Any, stored: Any, part: int) -> Any:
+    """The even-numbered or the odd-numbered bytes of each word, as pairs of 16-bit numbers."""
+    shifted = builder.lshr(stored, ir.Constant(stored.type, [8] * LANES)) if part else stored
+    return builder.and_(shifted, ir.Constant(stored.type, [0x00FF00FF] * LANES))
+
+
 def _add_quad(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
-    """Each lane of `total` plus the products of its four unsigned weights with its four signed numbers."""
+    """Each lane of `total` plus the products of its four unsigned weights with its four signed numbers. Without
+    DOTS_QUADS, weights have to be below 64, so that 16 bits hold the sum of two products."""
     if DOTS_QUADS:
-        return _call(builder, "llvm.x86.avx512.vpdpbusd.512", _SUMS, total, weights, numbers)
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}"
+        return _in_parts(
+            builder,
+            WIDTH,
+            lambda total, *factors: _call(builder, name, total.type, total, *factors),
+            total,
+            weights,
+            numbers,
+        )
+    return _in_parts(builder, 8, functools.partial(_add_nibbles, builder), total, weights, numbers)
+
+
+def _add_nibbles(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
+    """The same for 8 lanes, with AVX2."""
+    bytes_, pairs = ir.VectorType(ir.IntType(8), 32), ir.VectorType(ir.IntType(16), 16)
+    factors = [builder.bitcast(vector, bytes_) for vector in (weights, numbers)]
+    products = _call(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, *factors)
+    ones = ir.Constant(pairs, [1] * 16)
+    return builder.add(total, _call(builder, "llvm.x86.avx2.pmadd.wd", total.type, products, ones))
+
+
+def _in_parts(builder: Any, size: int, compute: Callable[..., Any], *vectors: Any) -> Any:
+    """What `compute` gives for so many lanes at a time, all or half of them."""
+    starts = range(0, LANES, size)
+    parts = [compute(*(emit_shuffle(builder, v, v, range(i, i + size)) for v in vectors)) for i in starts]
+    return parts[0] if len(parts) == 1 else emit_shuffle(builder, *parts, range(LANES))
+
+
+def _add_wide_pair(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
+    """Each lane of `total` plus the products of its two 16-bit weights with its two numbers."""
     pairs = ir.VectorType(ir.IntType(16), 2 * LANES)
-    low = ir.Constant(_SUMS, [0x00FF00FF] * LANES)
-    eight, byte = ir.Constant(pairs, [8] * 2 * LANES), ir.Constant(_SUMS, [8] * LANES)
-    even_weights = builder.bitcast(builder.and_(weights, low), pairs)
-    odd_weights = builder.bitcast(builder.and_(builder.lshr(weights, byte), low), pairs)
-    signed = builder.bitcast(numbers, pairs)
-    even_numbers = builder.ashr(builder.shl(signed, eight), eight)
-    odd_numbers = builder.ashr(signed, eight)
-    total = builder.add(total, _dot_pairs(builder, even_weights, even_numbers))
-    return builder.add(total, _dot_pairs(builder, odd_weights, odd_numbers))
+    return builder.add(total, _dot_pairs(builder, builder.bitcast(weights, pairs), builder.bitcast(numbers, pairs)))
 
 
-def _add_pair(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
-    """Each lane of `total` plus the products of its two bfloat16 weights with its two numbers."""
-    for is_upper in (False, True):
-        x, y = (_widened(builder, vector, is_upper) for vector in (weights, numbers))
-        total = builder.fadd(builder.fmul(x, y, flags=("contract",)), total, flags=("contract",))
-    return total
+def _add_product(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
+    """Each lane of `total` plus the product of its float32."""
+    product = builder.fmul(weights, builder.bitcast(numbers, _NUMBERS), flags=("contract",))
+    return builder.fadd(product, total, flags=("contract",))
 
 
-def _widened(builder: Any, words: Any, is_upper: bool) -> Any:
+_ADD = {types.int8: _add_quad, types.int16: _add_wide_pair, types.float32: _add_product}  # by the type of rows
+
+
+def _widened(builder: Any, words: Any, part: int) -> Any:
     """The lower or the upper bfloat16 of each word, as float32."""
-    if is_upper:
+    if part:
         bits = builder.and_(words, ir.Constant(_SUMS, [0xFFFF0000] * LANES))
     else:
         bits = builder.shl(words, ir.Constant(_SUMS, [16] * LANES))

@@ -32,8 +32,10 @@ DOTS_BFLOAT16 = bool(_FEATURES.get("avx512bf16"))
 BFLOAT16_IS_FAST = DOTS_BFLOAT16 and (config.CPU_NAME or binding.get_host_cpu_name()).startswith("znver")
 """Whether products of bfloat16 run at twice the rate of float32's, and not at half of it as on Intel's CPUs."""
 WIDTH = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4  # float32 numbers in a register
-DOTS_QUADS = bool(_FEATURES.get("avx512vnni"))
+DOTS_QUADS = bool(_FEATURES.get("avx512vnni" if WIDTH == 16 else "avxvnni"))
 """Whether one instruction adds four products of bytes."""
+DOTS_NIBBLES = bool(_FEATURES.get("avx2"))
+"""Whether two instructions do, of weights of 4 bits."""
 NUM_SUMS = 12 if WIDTH == 8 else 24  # how many registers can hold sums while others hold what is multiplied
 PAIR = 2 * WIDTH
 
