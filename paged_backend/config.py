@@ -67,8 +67,8 @@ class EngineConfig:
     """
 
     dtype: str = "auto"
-    """`auto` (the checkpoint's; float32 where a CPU has no bfloat16 arithmetic), `float32`, `bfloat16`, `float16`; also
-    `float`, `half` or a torch.dtype."""
+    """`auto` (the checkpoint's; float32 where a CPU lacks arithmetic for it and not all products are our kernels'),
+    `float32`, `bfloat16`, `float16`; also `float`, `half` or a torch.dtype."""
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `mps` (correct, but slow), as torch spells it."""
     max_model_len: int | None = None

@@ -13,16 +13,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from helpers_models import CHAT_TEMPLATE, EOS, MAX_POSITIONS, make_model, make_tokenizer, save_model
 from paged_backend.config import EngineConfig
 from paged_backend.errors import ConfigError, MissingExtraError, ModelError
 from paged_backend.model import demo, gguf
-from paged_backend.model.linear import cpu_computes
 from paged_backend.model.loader import DEFAULT_MAX_MODEL_LEN, LoadedModel, load
-
-needs_bf16 = pytest.mark.skipif(not cpu_computes(torch.bfloat16), reason="this CPU has no bfloat16 arithmetic")
 
 
 def make_loaded(model: Any, tokenizer: Any = None, **config: Any) -> LoadedModel:
@@ -312,10 +318,34 @@ def test_masked_language_model_is_an_encoder(tmp_path: Path) -> None:
 # --- dtype and device ---
 
 
-@needs_bf16
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
 def test_dtype_auto_is_the_checkpoints(tmp_path: Path, saved: torch.dtype) -> None:
     assert make_loaded(save_model(tmp_path, model=make_model().to(saved))).model.dtype == saved
+
+
+@pytest.fixture
+def without_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU that computes with float32 only."""
+    monkeypatch.setattr("paged_backend.model.loader.cpu_computes", lambda dtype: dtype == torch.float32)
+
+
+@pytest.mark.usefixtures("without_arithmetic")
+@pytest.mark.parametrize(
+    ("config", "saved", "loaded"),
+    [
+        (LlamaConfig, torch.bfloat16, torch.bfloat16),
+        (LlamaConfig, torch.float16, torch.float32),
+        (GPT2Config, torch.bfloat16, torch.float32),  # its layers are of a class of its own
+        (BloomConfig, torch.bfloat16, torch.float32),  # it has attention of its own
+    ],
+)
+def test_dtype_auto_is_float32_where_torch_would_have_to_convert(
+    tmp_path: Path, config: Any, saved: torch.dtype, loaded: torch.dtype
+) -> None:
+    model = AutoModelForCausalLM.from_config(
+        config(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2), dtype=saved
+    )
+    assert make_loaded(save_model(tmp_path, model=model)).model.dtype == loaded
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -1,6 +1,6 @@
 """What all CPU kernels share: how they are compiled, how many threads they use, how tensors reach them.
 
-Numba's disk cache does not notice a change of an imported module: after one here, or in attention_rows.py, avx512.py,
+Numba's disk cache does not notice a change of an imported module: after one here, or in attention_rows.py, assembly.py,
 plan.py, quads.py, tiles.py or vector.py, delete `__pycache__`.
 """
 

@@ -417,7 +417,7 @@ def _reset(totals: NDArray[np.float32], num_rows: int, bias: int, column: int, n
     """Begin the sums, with the bias if there is one."""
     totals[:] = 0
     if bias != 0:
-        count = min(_TOTALS, num_columns - column)
+        count = max(0, min(_TOTALS, num_columns - column))
         numbers = array_at(bias, column, count, totals)
         for r in range(num_rows):
             for c in range(count):
@@ -426,7 +426,7 @@ def _reset(totals: NDArray[np.float32], num_rows: int, bias: int, column: int, n
 
 @_compile
 def _round(totals: NDArray[np.float32], num_rows: int, out: NDArray[Any], column: int, num_columns: int) -> None:
-    count = min(_TOTALS, num_columns - column)
+    count = max(0, min(_TOTALS, num_columns - column))
     whole = count // LANES * LANES
     for r in range(num_rows):
         source, target = r * _TOTALS, r * num_columns + column

@@ -58,11 +58,12 @@ def add_packed(
     """Add to totals[r, c] (offsets[r] + the products of numbers[r] and column c) * row_scales[r] * column_scales[c].
 
     With bfloat16 there are no offsets and no scales. Numbers are as `row_like` has them. `rows` are (numbers,
-    row_scales, offsets), `columns` are (weights, column_scales); `places` says where in them the rows and columns are: their start and stride in numbers, in
-    row_scales and offsets, in weights, in column_scales and in totals. Columns come in blocks of LANES; the next place
-    is how many STEPs one of them has. Meanwhile memory is fetched: for i below `num_fetched` what is
-    `ahead + i * ahead_stride` bytes, the last two places, from the first block. If that is one place, what comes from
-    there is for the nearest cache; if there are more, it is for the next one, since the nearest has no room for it.
+    row_scales, offsets), `columns` are (weights, column_scales); `places` says where in them the rows and columns are:
+    their start and stride in numbers, in row_scales and offsets, in weights, in column_scales and in totals. Columns
+    come in blocks of LANES; the next place is how many STEPs one of them has. Meanwhile memory is fetched: for i below
+    `num_fetched` what is `ahead + i * ahead_stride` bytes, the last two places, from the first block. If that is one
+    place, what comes from there is for the nearest cache; if there are more, it is for the next one, since the nearest
+    has no room for it.
 
     `num_rows`, `num_blocks` and `num_fetched` are literals. A total does not depend on them.
     """
@@ -258,14 +259,18 @@ def _add_products(
 
 def _parts(builder: Any, row_type: Any, stored_type: Any) -> list[Callable[[Any], Any]]:
     """What of a word of weights is multiplied with the first 32 bits of a row, with the next, and so on."""
-
-    def both(part: Callable[..., Any], of: Callable[[Any], Any] = lambda word: word) -> list[Callable[[Any], Any]]:
-        return [lambda word, i=i: part(builder, of(word), i) for i in range(2)]
-
     if stored_type == types.uint16:
-        return both(_widened)
-    quads = both(_nibbles) if stored_type == types.int8 else [lambda word: word]
-    return quads if row_type == types.int8 else [half for quad in quads for half in both(_bytes, quad)]
+        return _halves(builder, _widened, _whole)
+    quads = _halves(builder, _nibbles, _whole) if stored_type == types.int8 else [_whole]
+    return quads if row_type == types.int8 else [half for quad in quads for half in _halves(builder, _bytes, quad)]
+
+
+def _halves(builder: Any, half: Callable[[Any, Any, int], Any], of: Callable[[Any], Any]) -> list[Callable[[Any], Any]]:
+    return [lambda word: half(builder, of(word), 0), lambda word: half(builder, of(word), 1)]
+
+
+def _whole(word: Any) -> Any:
+    return word
 
 
 def _keep_order(builder: Any) -> None:
@@ -289,16 +294,12 @@ def _add_quad(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
     """Each lane of `total` plus the products of its four unsigned weights with its four signed numbers. Without
     DOTS_QUADS, weights have to be below 64, so that 16 bits hold the sum of two products."""
     if DOTS_QUADS:
-        name = f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}"
-        return _in_parts(
-            builder,
-            WIDTH,
-            lambda total, *factors: _call(builder, name, total.type, total, *factors),
-            total,
-            weights,
-            numbers,
-        )
+        return _in_parts(builder, WIDTH, functools.partial(_dot_quads, builder), total, weights, numbers)
     return _in_parts(builder, 8, functools.partial(_add_nibbles, builder), total, weights, numbers)
+
+
+def _dot_quads(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
+    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * WIDTH}", total.type, total, weights, numbers)
 
 
 def _add_nibbles(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:
@@ -314,7 +315,7 @@ def _in_parts(builder: Any, size: int, compute: Callable[..., Any], *vectors: An
     """What `compute` gives for so many lanes at a time, all or half of them."""
     starts = range(0, LANES, size)
     parts = [compute(*(emit_shuffle(builder, v, v, range(i, i + size)) for v in vectors)) for i in starts]
-    return parts[0] if len(parts) == 1 else emit_shuffle(builder, *parts, range(LANES))
+    return parts[0] if len(parts) == 1 else emit_shuffle(builder, parts[0], parts[1], range(LANES))
 
 
 def _add_wide_pair(builder: Any, total: Any, weights: Any, numbers: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import paged_kernels
 from paged_kernels import PackedWeight
@@ -22,6 +23,15 @@ def cpu_computes(dtype: torch.dtype) -> bool:
         return True
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype, "")
     return bool(getattr(torch.ops.mkldnn, name, bool)())
+
+
+def can_stay_narrow(model: PreTrainedModel) -> bool:
+    """Whether a bfloat16 model on a CPU without arithmetic for it is best left as it is: our kernels widen weights in
+    registers, which takes half the time of reading float32, but torch takes tens of times as long for each product."""
+    if model.dtype != torch.bfloat16 or not model._supports_attention_backend:
+        return False
+    read = {id(module.weight) for module in model.modules() if type(module) in (nn.Linear, nn.Embedding)}
+    return all(id(parameter) in read for parameter in model.parameters() if parameter.dim() > 1)
 
 
 # torch multiplies bfloat16 with AMX where there is one, which beats our kernel unless there are few rows.

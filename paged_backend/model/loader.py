@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
@@ -36,7 +37,7 @@ from paged_backend.model.conversion import AVAILABLE, conversion_of
 from paged_backend.model.demo import demo_folder
 from paged_backend.model.encoder import embedding_support, is_encoder, max_seq_length
 from paged_backend.model.gguf import gguf_folder
-from paged_backend.model.linear import cpu_computes
+from paged_backend.model.linear import can_stay_narrow, cpu_computes
 from paged_backend.model.mapped_files import trim_heap
 from paged_backend.model.quantize import quantize_linears
 from paged_backend.model.rank_process import RankSetup
@@ -271,7 +272,7 @@ def load_shard(
 
 def _settled(model: PreTrainedModel, config: EngineConfig, device: torch.device) -> PreTrainedModel:
     """In the dtype and on the device to compute with."""
-    if config.dtype == "auto" and device.type == "cpu" and not cpu_computes(model.dtype):
+    if config.dtype == "auto" and device.type == "cpu" and not (cpu_computes(model.dtype) or can_stay_narrow(model)):
         model = model.float()
     if device.type != "cpu":
         model = model.to(device)
@@ -307,10 +308,21 @@ def _dtype(model_config: PreTrainedConfig, config: EngineConfig, device: torch.d
     """What to load in; "auto": what the files are in, which the config does not say."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    own = getattr(model_config.get_text_config(decoder=True), "dtype", None)
+    own: torch.dtype | None = getattr(model_config.get_text_config(decoder=True), "dtype", None)
     if own is None:
         return "auto"
-    return torch.float32 if device.type == "cpu" and not cpu_computes(own) else own
+    if device.type != "cpu" or cpu_computes(own):
+        return own
+    return own if own == torch.bfloat16 and _can_stay_narrow(model_config) else torch.float32
+
+
+def _can_stay_narrow(model_config: PreTrainedConfig) -> bool:
+    """Of a model that is not loaded yet."""
+    is_known = type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING and not hasattr(model_config, "auto_map")
+    if not is_known or is_classifier(model_config) or hasattr(model_config, "quantization_config"):
+        return False
+    with torch.device("meta"):
+        return can_stay_narrow(AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16))
 
 
 def _device(name: str) -> torch.device:
