@@ -261,7 +261,9 @@ def _parts(builder: Any, row_type: Any, stored_type: Any) -> list[Callable[[Any]
     """What of a word of weights is multiplied with the first 32 bits of a row, with the next, and so on."""
     if stored_type == types.uint16:
         return _halves(builder, _widened, _whole)
-    quads = _halves(builder, _nibbles, _whole) if stored_type == types.int8 else [_whole]
+    quads: list[Callable[[Any], Any]] = [_whole]
+    if stored_type == types.int8:
+        quads = _halves(builder, _nibbles, _whole)
     return quads if row_type == types.int8 else [half for quad in quads for half in _halves(builder, _bytes, quad)]
 
 
