@@ -24,7 +24,7 @@ from paged_backend.server import (
     scoring,
     tokens,
 )
-from paged_backend.server.errors import ApiError, JSONReply
+from paged_backend.server.errors import ApiError, JSONReply, in_words_of
 from paged_backend.server.kv_map import add_kv_map
 from paged_backend.server.metrics import CONTENT_TYPE
 from paged_backend.server.middleware import CountRequests, LimitBody, RequireKey
@@ -265,7 +265,8 @@ async def _done(models: Models, request: Request, body: B, work: Work[B, T]) -> 
     async def on_its_model() -> T:
         serving = await models.hold(request, body.model)
         try:
-            return await work(serving, body)
+            with in_words_of(body):
+                return await work(serving, body)
         except OverloadedError:
             serving.metrics.rejected()
             raise
