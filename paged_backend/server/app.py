@@ -27,7 +27,7 @@ from paged_backend.server import (
 from paged_backend.server.errors import ApiError, JSONReply, in_words_of
 from paged_backend.server.kv_map import add_kv_map
 from paged_backend.server.metrics import CONTENT_TYPE
-from paged_backend.server.middleware import CountRequests, LimitBody, RequireKey
+from paged_backend.server.middleware import AnswerHead, CountRequests, LimitBody, RequireKey
 from paged_backend.server.models import Models
 from paged_backend.server.page import add_page, page_paths
 from paged_backend.server.protocol import (
@@ -102,6 +102,7 @@ def create_app(models: Models, tracing: Tracing | None = None) -> FastAPI:
         add_page(app)
         add_kv_map(app, models)
     # The last one added is the first to see a request.
+    app.add_middleware(AnswerHead)
     app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes, stall_timeout=settings.stall_timeout)
     app.add_middleware(CountRequests, models=models)
     if settings.api_keys:

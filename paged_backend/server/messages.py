@@ -137,6 +137,9 @@ def as_chat(body: MessagesRequest) -> ChatRequest:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if body.output_config is not None and (form := body.output_config.format) is not None:
+        schema = {"name": "output", "schema": form.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if body.thinking is not None and body.thinking.type == "enabled":
         fields["thinking_token_budget"] = body.thinking.budget_tokens
     if body.messages[-1].role == "assistant":
@@ -145,7 +148,7 @@ def as_chat(body: MessagesRequest) -> ChatRequest:
 
 
 def _shows_thinking(body: MessagesRequest) -> bool:
-    return body.thinking is None or body.thinking.type == "enabled"
+    return body.thinking is None or (body.thinking.type != "disabled" and body.thinking.display != "omitted")
 
 
 def _system(body: MessagesRequest) -> Iterator[dict[str, Any]]:
@@ -193,7 +196,7 @@ def _call(block: Block) -> dict[str, Any]:
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": {**function, "strict": tool.strict}}
 
 
 def _tool_use(call: ToolCall, arguments: Any) -> Block:

@@ -68,6 +68,7 @@ class ModelBody(Body):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class RepetitionDetectionBody(Body):
@@ -210,6 +211,10 @@ class ChatRequest(GenerationBody):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool = True
     store: Literal[False] = False
+    metadata: dict[str, str] | None = None
+    """Labels, which change nothing."""
+    verbosity: Literal["medium"] | None = None
+    """Models have no other."""
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
@@ -226,6 +231,7 @@ class AnthropicTool(Body):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
     type: Literal["custom"] | None = None
     cache_control: dict[str, Any] | None = None
     """A label: prefixes are shared without it."""
@@ -244,8 +250,21 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    type: Literal["enabled", "disabled"]
+    """How much a model thinks is up to its template: `adaptive` is what it does anyhow."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+    """Reasoning is shown in full, or not at all."""
+
+
+class AnthropicOutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class AnthropicOutputConfig(Body):
+    format: AnthropicOutputFormat | None = None
 
 
 class AnthropicMessage(Body):
@@ -257,7 +276,7 @@ class CountTokensRequest(ModelBody):
     sources: ClassVar[Sources] = {
         **ModelBody.sources,
         "stop": ("stop_sequences",),
-        "structured_outputs": ("tools",),
+        "structured_outputs": ("output_config", "tools"),
         "thinking_token_budget": ("thinking",),
         "parallel_tool_calls": ("tool_choice",),
     }
@@ -267,6 +286,9 @@ class CountTokensRequest(ModelBody):
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: AnthropicOutputConfig | None = None
+    cache_control: dict[str, Any] | None = None
+    """A label: prefixes are shared without it."""
 
 
 class MessagesRequest(CountTokensRequest):

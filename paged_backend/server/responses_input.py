@@ -118,8 +118,9 @@ def _call(item: Item, where: str) -> dict[str, Any]:
 
 
 def _is_json_object(text: Any) -> bool:
+    """Or null, which stands for no arguments."""
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(json.loads(text), dict | None)
     except (TypeError, ValueError, RecursionError):
         return False
 
