@@ -198,6 +198,7 @@ def _add_models(app: FastAPI, models: Models) -> None:
         }
 
     @app.get("/v1/models", response_class=JSONReply, response_model=ModelList)
+    @app.get("/v1/models/", include_in_schema=False)
     async def list_models() -> Response:
         return JSONReply({"object": "list", "data": [described(name) for name in models.names]})
 

@@ -216,5 +216,6 @@ def _not_called_json(request: Request) -> ApiError:
     return ApiError(400, message, code="invalid_content_type")
 
 
-def _code_of(message: str) -> str | None:
-    return "context_length_exceeded" if "max_model_len=" in message or "the KV cache holds" in message else None
+def _code_of(message: str) -> str:
+    is_too_long = "max_model_len=" in message or "the KV cache holds" in message
+    return "context_length_exceeded" if is_too_long else "invalid_value"

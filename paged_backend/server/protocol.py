@@ -62,7 +62,9 @@ class ModelBody(Body):
 
     def source_of(self, field: str | None) -> str | None:
         """The field that was sent for what the engine calls `field`."""
-        sources = (field,) if field is None else self.sources.get(field, (field,))
+        if field is None:
+            return None
+        sources = self.sources.get(field, (field,))
         return next((source for source in sources if source in self.model_fields_set), sources[0])
 
 

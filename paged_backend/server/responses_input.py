@@ -134,7 +134,10 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _tool_choice(choice: str | FunctionChoice | None) -> Any:
-    return {"type": "function", "function": {"name": choice.name}} if isinstance(choice, FunctionChoice) else choice
+    """`auto`, which clients send without tools too, is what holds without a choice."""
+    if isinstance(choice, FunctionChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    return None if choice == "auto" else choice
 
 
 def _response_format(body: ResponsesRequest) -> Any:
