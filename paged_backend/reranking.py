@@ -98,4 +98,5 @@ def _sigmoid(value: float) -> float:
 
 def _cosine(one: list[float], other: list[float]) -> float:
     lengths = math.hypot(*one) * math.hypot(*other)
-    return math.fsum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0
+    cosine = math.fsum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0
+    return max(-1.0, min(cosine, 1.0))  # which rounding may have led beyond

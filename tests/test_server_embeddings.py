@@ -122,6 +122,12 @@ async def test_scores_are_cosines(server: ServerUnderTest) -> None:
     assert refusal(await post(server, "/v1/score", text_1=["ab", "c"], text_2="ab"))["param"] == "text_2"
 
 
+async def test_no_cosine_is_greater_than_one(server: ServerUnderTest) -> None:
+    texts = [chr(first) + chr(second) for first in range(97, 117) for second in range(97, 117)]
+    scores = [item["score"] for item in answered(await post(server, "/v1/score", text_1=texts, text_2=texts))["data"]]
+    assert max(scores) == 1.0 and min(scores) == pytest.approx(1.0)
+
+
 async def test_documents_come_best_first(server: ServerUnderTest) -> None:
     body = {"query": "ab", "documents": ["a\x00", "\x00a", "ba"], "top_n": 2}
     results = answered(await post(server, "/v1/rerank", **body))["results"]

@@ -54,10 +54,10 @@ class ApiError(HTTPException):
     def typed_body(self) -> dict[str, Any]:
         """The same in Anthropic's shape."""
         kind = "overloaded_error" if self.status_code == 503 else self.body()["error"]["type"]
-        return {
-            "type": "error",
-            "error": {"type": "api_error" if kind == "server_error" else kind, "message": self.message},
-        }
+        error: dict[str, Any] = {"type": "api_error" if kind == "server_error" else kind, "message": self.message}
+        if self.param == "thread":  # so that clients send the whole conversation instead
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return {"type": "error", "error": error}
 
     def response(self, path: str) -> Response:
         """The answer to a request for `path`, which says whose clients read it."""
