@@ -15,20 +15,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class PagedBackendError(Exception):
     """The base of the tree above."""
 
 
-class ConfigError(PagedBackendError, ValueError):
-    """A setting of the engine is impossible."""
+class _AboutAField(PagedBackendError, ValueError):
+    """`field` is the argument or parameter that the message is about; None if it is about none in particular."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
-class InvalidRequestError(PagedBackendError, ValueError):
-    """A request can never be served as asked; nothing of its batch was queued."""
+class ConfigError(_AboutAField):
+    """A setting of the engine is impossible. `field` is its name, if the message is about one."""
+
+
+class InvalidRequestError(_AboutAField):
+    """A request can never be served as asked; nothing of its batch was queued. `field` is the argument or the sampling
+    parameter that the message is about, if it is about one; what is said of a prompt has the field `prompt`, or
+    `messages` if it was made of those."""
 
 
 class ModelError(PagedBackendError, ValueError):
@@ -60,6 +71,17 @@ class GrammarError(PagedBackendError, RuntimeError):
 
 class EngineDeadError(EngineError):
     """The engine is closed, or cannot go on."""
+
+
+@contextlib.contextmanager
+def blamed_on(field: str, *, instead_of: str | None = None) -> Iterator[None]:
+    """What is refused meanwhile is refused because of `field`: all of it, or what would be because of another one."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if instead_of in (None, error.field):
+            error.field = field
+        raise
 
 
 def unknown_argument(where: str, name: str, known: Iterable[str]) -> str:

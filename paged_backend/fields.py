@@ -8,12 +8,13 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from paged_backend.errors import PagedBackendError, unknown_argument
+from paged_backend.errors import ConfigError, InvalidRequestError, unknown_argument
 
 T = TypeVar("T")
+SettingsError = type[ConfigError] | type[InvalidRequestError]
 
 
-def rejects_unknown_arguments(error: type[PagedBackendError]) -> Callable[[type[T]], type[T]]:
+def rejects_unknown_arguments(error: SettingsError) -> Callable[[type[T]], type[T]]:
     """A class decorator: an unknown keyword raises `error` naming the nearest known one, not a bare TypeError."""
 
     def decorate(cls: type[T]) -> type[T]:
@@ -24,7 +25,7 @@ def rejects_unknown_arguments(error: type[PagedBackendError]) -> Callable[[type[
         def checked_init(self: T, *args: Any, **kwargs: Any) -> None:
             for name in kwargs:
                 if name not in known:
-                    raise error(unknown_argument(cls.__name__, name, known))
+                    raise error(unknown_argument(cls.__name__, name, known), field=name)
             init(self, *args, **kwargs)
 
         cls.__init__ = checked_init  # type: ignore[assignment, method-assign]
@@ -44,12 +45,13 @@ def is_finite(value: float) -> bool:
 class Checker:
     """Raises `error` with the name, the value and the limit of the first field that is out of range."""
 
-    def __init__(self, error: type[PagedBackendError], settings: object) -> None:
+    def __init__(self, error: SettingsError, settings: object) -> None:
         self._error = error
         self._settings = settings
 
     def fail(self, name: str, must: str) -> None:
-        raise self._error(f"{name}={getattr(self._settings, name)!r} is out of range: it must be {must}")
+        message = f"{name}={getattr(self._settings, name)!r} is out of range: it must be {must}"
+        raise self._error(message, field=name)
 
     def integer(self, name: str, low: int, high: int | None = None, *, optional: bool = False) -> None:
         value = getattr(self._settings, name)

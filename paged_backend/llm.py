@@ -396,7 +396,7 @@ class LLM:
         """Who holds which block of the KV cache, taken between two steps; with more blocks than `max_cells`, several
         of them make a cell."""
         if max_cells < 1:
-            raise InvalidRequestError(f"max_cells={max_cells} is out of range: it must be >= 1")
+            raise InvalidRequestError(f"max_cells={max_cells} is out of range: it must be >= 1", field="max_cells")
         return self._loop.call(lambda engine: engine.kv_map(max_cells))
 
     def reset_prefix_cache(self) -> None:

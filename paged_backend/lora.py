@@ -26,14 +26,17 @@ class LoRARequest:
     ) -> None:
         if isinstance(lora_int_id, (str, os.PathLike)):
             if lora_path is not None:
-                raise InvalidRequestError(f"LoRARequest has two paths: {lora_int_id!r} and {lora_path!r}; give one")
+                message = f"LoRARequest has two paths: {lora_int_id!r} and {lora_path!r}; give one"
+                raise InvalidRequestError(message, field="lora_path")
             lora_int_id, lora_path = None, lora_int_id
         if not isinstance(lora_name, str) or not lora_name:
-            raise InvalidRequestError(f"lora_name={lora_name!r} must be a string that is not empty")
+            raise InvalidRequestError(f"lora_name={lora_name!r} must be a string that is not empty", field="lora_name")
         if not isinstance(lora_path, (str, os.PathLike)) or not os.fspath(lora_path):
-            raise InvalidRequestError(f"lora_path={lora_path!r} must be the folder of a PEFT checkpoint")
+            message = f"lora_path={lora_path!r} must be the folder of a PEFT checkpoint"
+            raise InvalidRequestError(message, field="lora_path")
         if lora_int_id is not None and (isinstance(lora_int_id, bool) or not isinstance(lora_int_id, int)):
-            raise InvalidRequestError(f"lora_int_id={lora_int_id!r} must be an integer, or left out")
+            message = f"lora_int_id={lora_int_id!r} must be an integer, or left out"
+            raise InvalidRequestError(message, field="lora_int_id")
         object.__setattr__(self, "lora_name", lora_name)
         object.__setattr__(self, "lora_int_id", lora_int_id)
         object.__setattr__(self, "lora_path", os.fspath(lora_path))

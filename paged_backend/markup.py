@@ -41,7 +41,8 @@ def constrained(params: SamplingParams, chat: PreparedChat, tokenizer: Tokenizer
     if chat.tools is None:
         return params
     if not params.detokenize:
-        raise InvalidRequestError("tools need detokenize=True, since calls are read from the text")
+        message = "tools need detokenize=True, since calls are read from the text"
+        raise InvalidRequestError(message, field="detokenize")
     assert chat.output_format.tool_parser is not None
     call_format = chat.output_format.tool_parser.call_format
     grammar = tool_grammar(chat.tools, call_format, tokenizer.special_ids(chat.output_format.markers))
@@ -49,7 +50,8 @@ def constrained(params: SamplingParams, chat: PreparedChat, tokenizer: Tokenizer
         return params
     if params.structured_outputs is not None:
         raise InvalidRequestError(
-            "structured_outputs and tools that must be called, or are strict, exclude each other; give one of them"
+            "structured_outputs and tools that must be called, or are strict, exclude each other; give one of them",
+            field="structured_outputs",
         )
     return params.replace(structured_outputs=StructuredOutputsParams(grammar=grammar))
 

@@ -57,10 +57,12 @@ class EmbeddingSupport:
         if params.pooling not in self.poolings:
             raise InvalidRequestError(
                 f"pooling={params.pooling!r} does not fit this model, whose first token sees nothing but itself; "
-                f"use one of {', '.join(map(repr, self.poolings))}"
+                f"use one of {', '.join(map(repr, self.poolings))}",
+                field="pooling",
             )
         if dimensions is not None and dimensions > self.size:
-            raise InvalidRequestError(f"dimensions={dimensions} is more than the {self.size} that this model has")
+            message = f"dimensions={dimensions} is more than the {self.size} that this model has"
+            raise InvalidRequestError(message, field="dimensions")
         return params
 
 

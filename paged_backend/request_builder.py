@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from paged_backend.chat.chat_builder import ChatBuilder, ChatOptions
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.engine.request import Request
 from paged_backend.engine.request_factory import RequestFactory, RequestOptions
-from paged_backend.errors import InvalidRequestError, unknown_argument
+from paged_backend.errors import InvalidRequestError, blamed_on, unknown_argument
 from paged_backend.lora import LoRARequest
 from paged_backend.markup import constrained, markup_of, reasoning_markup
 from paged_backend.pooling_params import ClassificationSupport, PoolingParams
@@ -90,27 +89,30 @@ class RequestBuilder:
         tokenizer = self.tokenizer
         assert self._chats is not None
         chats = [self._chats.prepare(conversation, chat_options) for conversation in conversations]
-        prompts = [
-            _Prompt(self._encoded_chat(chat.text), {"prompt": chat.text, "markup": markup_of(chat, tokenizer)})
-            for chat in chats
-        ]
         params = [constrained(one, chat, tokenizer) for one, chat in zip(params, chats, strict=True)]
-        return self._requests(prompts, params, options, final_only=final_only)
+        with blamed_on("messages", instead_of="prompt"):
+            prompts = [
+                _Prompt(self._encoded_chat(chat.text), {"prompt": chat.text, "markup": markup_of(chat, tokenizer)})
+                for chat in chats
+            ]
+            return self._requests(prompts, params, options, final_only=final_only)
 
     def chat_token_ids(self, messages: Any, **options: Any) -> list[int]:
         """The prompt of one chat, however long."""
         for name in options:
             if name not in _CHAT_OPTIONS:
-                raise InvalidRequestError(unknown_argument("the prompt of a chat", name, _CHAT_OPTIONS))
+                raise InvalidRequestError(unknown_argument("the prompt of a chat", name, _CHAT_OPTIONS), field=name)
         tokenizer = self.tokenizer
         assert self._chats is not None
-        return tokenizer.encode_chat(self._chats.prepare(messages, ChatOptions(**options)).text)
+        with blamed_on("messages", instead_of="prompt"):
+            return tokenizer.encode_chat(self._chats.prepare(messages, ChatOptions(**options)).text)
 
     def beams(self, prompts: Any, params: Any, **options: Any) -> list[Request]:
         prompts = [prompts] if _is_one_prompt(prompts) else list(prompts)
         beams = [params] * len(prompts) if isinstance(params, BeamSearchParams) else params
         if not isinstance(beams, Sequence) or not all(isinstance(item, BeamSearchParams) for item in beams):
-            raise InvalidRequestError(f"params={params!r} must be a BeamSearchParams, or a list with one per prompt")
+            message = f"params={params!r} must be a BeamSearchParams, or a list with one per prompt"
+            raise InvalidRequestError(message, field="params")
         sampling = _params_for(len(prompts), [item.sampling_params() for item in beams], self.default_sampling_params)
         read = [self._read(prompt) for prompt in prompts]
         for prompt, item in zip(read, beams, strict=True):
@@ -161,8 +163,12 @@ class RequestBuilder:
     ) -> PairScoring:
         pairs, support = pairs_of(text_1, text_2), self._factory.classification
         if support is None:
-            texts = {text: index for index, text in enumerate(dict.fromkeys(itertools.chain(*pairs)))}
-            requests = self.embeddings(list(texts), truncate_prompt_tokens=truncate_prompt_tokens, **options)
+            requests, texts = list[Request](), dict[str, int]()
+            for name, side in zip(("text_1", "text_2"), zip(*pairs, strict=True), strict=True):
+                new = [text for text in dict.fromkeys(side) if text not in texts]
+                texts |= {text: len(texts) + index for index, text in enumerate(new)}
+                with blamed_on(name, instead_of="prompt"):
+                    requests += self.embeddings(new, truncate_prompt_tokens=truncate_prompt_tokens, **options)
             indices = [(texts[one], texts[other]) for one, other in pairs]
             return PairScoring(requests, indices, None, use_activation)
         if len(support.labels) != 1:
@@ -171,8 +177,9 @@ class RequestBuilder:
                 f"{', '.join(support.labels[:4])}; use classify()"
             )
         limit = self._limit(truncate_prompt_tokens)
-        read = [self._pair(one, other, limit) for one, other in pairs]
-        requests = self._classifying(read, options)
+        with blamed_on("text_2", instead_of="prompt"):
+            read = [self._pair(one, other, limit) for one, other in pairs]
+            requests = self._classifying(read, options)
         return PairScoring(requests, [(index,) for index in range(len(pairs))], support, use_activation)
 
     def classifications(
@@ -194,7 +201,8 @@ class RequestBuilder:
         return self._requests(prompts, wish, options, final_only=True, pooling=_CLASSIFYING)
 
     def load_adapter(self, wanted: LoRARequest) -> None:
-        self._factory.adapters.get(wanted)
+        with blamed_on("lora_path"):
+            self._factory.adapters.get(wanted)
 
     def remove_adapter(self, name: str) -> bool:
         return self._factory.adapters.remove(name)
@@ -219,7 +227,8 @@ class RequestBuilder:
             return None
         if isinstance(limit, bool) or not isinstance(limit, int) or (limit < 1 and limit != -1):
             raise InvalidRequestError(
-                f"truncate_prompt_tokens={limit!r} must be an integer ≥ 1, or -1 for as many as the model takes"
+                f"truncate_prompt_tokens={limit!r} must be an integer ≥ 1, or -1 for as many as the model takes",
+                field="truncate_prompt_tokens",
             )
         return self._factory.max_prompt_tokens if limit == -1 else limit
 
@@ -253,7 +262,9 @@ class RequestBuilder:
             try:
                 self._factory.check(prompt.token_ids, one, its_options)
             except InvalidRequestError as error:
-                raise InvalidRequestError(f"prompt {index}: {error}") if len(calls) > 1 else error from None
+                if len(calls) == 1:
+                    raise
+                raise InvalidRequestError(f"prompt {index}: {error}", field=error.field) from None
         return [self._factory.make(prompt.token_ids, one, its_options) for prompt, one, its_options in calls]
 
 
@@ -264,9 +275,12 @@ def _options_of_each(
     options = {name: value for name, value in options.items() if name not in _NOT_AVAILABLE_YET or value}
     _check_names(options)
     if options.get("request_id") is not None and len(prompts) > 1:
-        raise InvalidRequestError(f"request_id={options['request_id']!r} names one request, not {len(prompts)}")
-    priorities = _one_for_each(options.pop("priority", 0), "priorities", len(prompts))
-    adapters = _one_for_each(options.pop("lora_request", None), "lora_requests", len(prompts))
+        message = f"request_id={options['request_id']!r} names one request, not {len(prompts)}"
+        raise InvalidRequestError(message, field="request_id")
+    with blamed_on("priority"):
+        priorities = _one_for_each(options.pop("priority", 0), "priorities", len(prompts))
+    with blamed_on("lora_request"):
+        adapters = _one_for_each(options.pop("lora_request", None), "lora_requests", len(prompts))
     own = [{name: value for name, value in prompt.options.items() if value is not None} for prompt in prompts]
     return [
         RequestOptions(**{"priority": rank, "lora_request": adapter, **options, **of_all, **its_own})
@@ -284,11 +298,12 @@ def _one_for_each(value: Any, plural: str, num_prompts: int) -> list[Any]:
 def _check_names(options: dict[str, Any]) -> None:
     for name in options:
         if name in _NOT_AVAILABLE_YET:
-            raise InvalidRequestError(f"{name} is not available yet; leave it out")
+            raise InvalidRequestError(f"{name} is not available yet; leave it out", field=name)
         if name in _SAMPLING_NAMES:
-            raise InvalidRequestError(f"{name} is a sampling parameter: give SamplingParams({name}=...)")
+            raise InvalidRequestError(f"{name} is a sampling parameter: give SamplingParams({name}=...)", field=name)
         if name not in _OPTIONS:
-            raise InvalidRequestError(unknown_argument("a request", name, (*_OPTIONS, *_CHAT_OPTIONS)))
+            message = unknown_argument("a request", name, (*_OPTIONS, *_CHAT_OPTIONS))
+            raise InvalidRequestError(message, field=name)
 
 
 def _content(prompt: Any) -> tuple[Any, str | None]:
@@ -296,10 +311,11 @@ def _content(prompt: Any) -> tuple[Any, str | None]:
     if isinstance(prompt, Mapping):
         for key in prompt:
             if key not in _PROMPT_KEYS:
-                raise InvalidRequestError(unknown_argument("a prompt", key, _PROMPT_KEYS))
+                raise InvalidRequestError(unknown_argument("a prompt", key, _PROMPT_KEYS), field="prompt")
         known = [prompt[key] for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
         if not known:
-            raise InvalidRequestError(f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids': {prompt!r}")
+            message = f"a prompt given as a mapping needs 'prompt' or 'prompt_token_ids': {prompt!r}"
+            raise InvalidRequestError(message, field="prompt")
         return _content(known[0])[0], prompt.get("cache_salt")
     if hasattr(prompt, "tolist"):  # an array of ids
         prompt = prompt.tolist()
@@ -313,12 +329,15 @@ def _params_for(num_prompts: int, params: Any, default: Callable[[], SamplingPar
         return [params or default()] * num_prompts
     if isinstance(params, BeamSearchParams):
         raise InvalidRequestError(
-            "a BeamSearchParams is for beam_search(), which gives its outputs at the end, not in a stream"
+            "a BeamSearchParams is for beam_search(), which gives its outputs at the end, not in a stream",
+            field="sampling_params",
         )
     if not isinstance(params, Sequence):
-        raise InvalidRequestError(f"sampling_params={params!r} must be a SamplingParams, or a list with one per prompt")
+        message = f"sampling_params={params!r} must be a SamplingParams, or a list with one per prompt"
+        raise InvalidRequestError(message, field="sampling_params")
     if len(params) != num_prompts:
-        raise InvalidRequestError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one for each")
+        message = f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one for each"
+        raise InvalidRequestError(message, field="sampling_params")
     return list(params)
 
 

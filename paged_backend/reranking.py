@@ -48,7 +48,7 @@ def pairs_of(first: Any, second: Any) -> list[tuple[str, str]]:
         left = left * len(right)
     if len(left) != len(right):
         raise InvalidRequestError(
-            f"{len(left)} texts in text_1 for {len(right)} in text_2; give one for all, or one for each"
+            f"{len(left)} texts in text_1 for {len(right)} in text_2; give one for all, or one for each", field="text_2"
         )
     return list(zip(left, right, strict=True))
 
@@ -56,7 +56,7 @@ def pairs_of(first: Any, second: Any) -> list[tuple[str, str]]:
 def ranked(documents: Sequence[str], scores: Sequence[PairScoreOutput], top_n: int | None) -> list[RerankOutput]:
     """The documents, best first; those with the same score in their order."""
     if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
-        raise InvalidRequestError(f"top_n={top_n!r} must be an integer ≥ 1, or None for all")
+        raise InvalidRequestError(f"top_n={top_n!r} must be an integer ≥ 1, or None for all", field="top_n")
     best = sorted(range(len(scores)), key=lambda index: -scores[index].score)[:top_n]
     return [RerankOutput(index, documents[index], scores[index].score) for index in best]
 
@@ -88,7 +88,7 @@ def vector_of(request: Request) -> list[float]:
 def _texts(name: str, value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequestError(f"{name}={value!r} must be a text, or a list of texts")
+        raise InvalidRequestError(f"{name}={value!r} must be a text, or a list of texts", field=name)
     return list(texts)
 
 
@@ -98,4 +98,5 @@ def _sigmoid(value: float) -> float:
 
 def _cosine(one: list[float], other: list[float]) -> float:
     lengths = math.hypot(*one) * math.hypot(*other)
-    return math.fsum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0
+    cosine = math.fsum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0
+    return max(-1.0, min(cosine, 1.0))  # which rounding may have led beyond

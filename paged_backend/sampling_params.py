@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paged_backend.errors import InvalidRequestError
+from paged_backend.errors import InvalidRequestError, blamed_on
 from paged_backend.fields import Checker, rejects_unknown_arguments
 from paged_backend.logits_processors import LogitsProcessor, convention_of
 from paged_backend.structured_outputs import StructuredOutputsParams
@@ -117,7 +117,7 @@ class SamplingParams:
     its own copy of a transformers processor, or of one with a method `clone`; others are shared. An exception in one
     ends its request alone, with EngineError."""
     repetition_detection: RepetitionDetection | None = None
-    """End outputs that repeat themselves."""
+    """End outputs that repeat themselves. A mapping of its fields is taken too, as for `structured_outputs`."""
     detokenize: bool = True
     """False: return ids only, with an empty text."""
     skip_special_tokens: bool = True
@@ -166,8 +166,13 @@ class SamplingParams:
                 self._set(name, _as_tuple(name, getattr(self, name)))
         if self.logit_bias is not None:
             self._set("logit_bias", _normalised_bias(self.logit_bias))
-        if isinstance(self.structured_outputs, Mapping):
-            self._set("structured_outputs", StructuredOutputsParams(**self.structured_outputs))
+        for name, kind in (
+            ("structured_outputs", StructuredOutputsParams),
+            ("repetition_detection", RepetitionDetection),
+        ):
+            if isinstance(value := getattr(self, name), Mapping):
+                with blamed_on(name):
+                    self._set(name, kind(**value))
         if self.seed == -1:
             self._set("seed", None)
         if self.top_k is None or (self.top_k == -1 and isinstance(self.top_k, int)):
@@ -231,26 +236,29 @@ def _check_amount(name: str, texts: Sequence[str], max_texts: int, max_character
     if len(texts) > max_texts or num_characters > max_characters:
         raise InvalidRequestError(
             f"{name} has {len(texts)} strings of {num_characters} characters in all, but the limit is {max_texts} "
-            f"strings and {max_characters} characters; give fewer or shorter ones"
+            f"strings and {max_characters} characters; give fewer or shorter ones",
+            field=name,
         )
 
 
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise InvalidRequestError(f"{name}={value!r} is out of range: it must be a list")
+        raise InvalidRequestError(f"{name}={value!r} is out of range: it must be a list", field=name)
     return tuple(value)
 
 
 def _normalised_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
     """Keys as integers (JSON sends strings), values checked."""
     if not isinstance(bias, Mapping):
-        raise InvalidRequestError(f"logit_bias={bias!r} is out of range: it must map token ids to numbers")
+        message = f"logit_bias={bias!r} is out of range: it must map token ids to numbers"
+        raise InvalidRequestError(message, field="logit_bias")
     result: dict[int, float] = {}
     for key, value in bias.items():
         is_id = (isinstance(key, int) and not isinstance(key, bool)) or (isinstance(key, str) and key.isdecimal())
         if not is_id or int(key) < 0 or not _is_bias(value):
             raise InvalidRequestError(
-                f"logit_bias={{{key!r}: {value!r}}} is out of range: it must map token ids to numbers in [-100, 100]"
+                f"logit_bias={{{key!r}: {value!r}}} is out of range: it must map token ids to numbers in [-100, 100]",
+                field="logit_bias",
             )
         result[int(key)] = float(value)
     return result

@@ -33,10 +33,12 @@ def continuations_of(prompts: Any, continuations: Any, *, is_one: bool) -> list[
     if is_one:
         return [_as_list(continuations)]
     if isinstance(continuations, (str, bytes)) or not isinstance(continuations, Sequence):
-        raise InvalidRequestError(f"continuations={continuations!r} must be a list with one entry per prompt")
+        message = f"continuations={continuations!r} must be a list with one entry per prompt"
+        raise InvalidRequestError(message, field="continuations")
     if len(continuations) != len(prompts):
         raise InvalidRequestError(
-            f"{len(continuations)} entries of continuations for {len(prompts)} prompts; give one (or a list) for each"
+            f"{len(continuations)} entries of continuations for {len(prompts)} prompts; give one (or a list) for each",
+            field="continuations",
         )
     return [_as_list(entry) for entry in continuations]
 
@@ -56,7 +58,8 @@ def pair_of(prompt: str | list[int], continuation: Any, tokenizer: Callable[[], 
         before = prompt if isinstance(prompt, list) else _encode_open(prompt, tokenizer())
         pair = Pair(before, _ids(continuation, tokenizer))
     if not pair.continuation:
-        raise InvalidRequestError(f"the continuation {continuation!r} is empty; it must have at least one token")
+        message = f"the continuation {continuation!r} is empty; it must have at least one token"
+        raise InvalidRequestError(message, field="continuations")
     return pair if pair.prompt else pair._replace(prompt=[_first_token(tokenizer())])
 
 
@@ -87,7 +90,8 @@ def _as_list(continuations: Any) -> list[Any]:
     if hasattr(continuations, "tolist"):
         continuations = continuations.tolist()
     if not isinstance(continuations, Sequence) or isinstance(continuations, bytes) or not continuations:
-        raise InvalidRequestError(f"continuations={continuations!r} must be text or token ids, or a list of these")
+        message = f"continuations={continuations!r} must be text or token ids, or a list of these"
+        raise InvalidRequestError(message, field="continuations")
     return [continuations] if isinstance(continuations[0], Integral) else list(continuations)
 
 
@@ -120,5 +124,6 @@ def _first_token(tokenizer: Tokenizer) -> int:
             return int(token_id)
     raise InvalidRequestError(
         "the prompt is empty, and the tokenizer has neither a BOS nor an EOS token that could stand before the "
-        "continuation; give a prompt"
+        "continuation; give a prompt",
+        field="prompt",
     )

@@ -47,7 +47,8 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         given = self._given()
         if len(given) != 1:
-            raise InvalidRequestError(f"structured_outputs needs exactly one of {', '.join(_KINDS)}; got {given}")
+            message = f"structured_outputs needs exactly one of {', '.join(_KINDS)}; got {given}"
+            raise InvalidRequestError(message, field="structured_outputs")
         check = Checker(InvalidRequestError, self)
         if self.json_object not in (None, False, True):
             check.fail("json_object", "True or None")
@@ -89,17 +90,20 @@ class StructuredOutputsParams:
     def _check_switches(self, kind: str) -> None:
         if kind in ("json", "json_object"):
             if self.disable_any_whitespace and self.whitespace_pattern is not None:
-                raise InvalidRequestError("whitespace_pattern and disable_any_whitespace exclude each other; give one")
+                message = "whitespace_pattern and disable_any_whitespace exclude each other; give one"
+                raise InvalidRequestError(message, field="whitespace_pattern")
             return
         for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
             if getattr(self, name):
-                raise InvalidRequestError(f"{name} is for json and json_object; it has no meaning for {kind}")
+                message = f"{name} is for json and json_object; it has no meaning for {kind}"
+                raise InvalidRequestError(message, field=name)
 
 
 def check_length(source: str) -> None:
     if len(source) > MAX_CHARACTERS:
         raise InvalidRequestError(
-            f"structured_outputs has {len(source)} characters, but the limit is {MAX_CHARACTERS}; shorten it"
+            f"structured_outputs has {len(source)} characters, but the limit is {MAX_CHARACTERS}; shorten it",
+            field="structured_outputs",
         )
 
 
@@ -111,9 +115,9 @@ def _schema_text(schema: object) -> str:
         parsed = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"json={_shortened(schema)} is no JSON schema: {error}") from None
+        raise InvalidRequestError(f"json={_shortened(schema)} is no JSON schema: {error}", field="json") from None
     if not isinstance(parsed, Mapping):
-        raise InvalidRequestError(f"json={_shortened(schema)} is no JSON schema: it must be an object")
+        raise InvalidRequestError(f"json={_shortened(schema)} is no JSON schema: it must be an object", field="json")
     return text
 
 
@@ -125,13 +129,15 @@ def _schema_of_type(kind: Any) -> Mapping[str, Any]:
     try:
         return pydantic.TypeAdapter(kind).json_schema()
     except Exception as error:  # pydantic has many, without a common base
-        raise InvalidRequestError(f"json={_shortened(kind)} is no type with a JSON schema: {error}") from error
+        message = f"json={_shortened(kind)} is no type with a JSON schema: {error}"
+        raise InvalidRequestError(message, field="json") from error
 
 
 def _choices(choices: Any) -> tuple[str, ...]:
     is_list = isinstance(choices, Sequence) and not isinstance(choices, (str, bytes))
     if not is_list or not choices or not all(isinstance(choice, str) for choice in choices):
-        raise InvalidRequestError(f"choice={_shortened(choices)} must be a list of at least one text")
+        message = f"choice={_shortened(choices)} must be a list of at least one text"
+        raise InvalidRequestError(message, field="choice")
     return tuple(choices)
 
 

@@ -6,9 +6,9 @@ import sys
 import time
 from typing import Any
 
+import paged_backend
 from helpers_server import make_scripted_llm
 from paged_backend import LLM
-from paged_backend.cli import generate, run_batch, serve
 
 
 def main() -> None:
@@ -20,8 +20,7 @@ def main() -> None:
         runner.on_step = lambda output: time.sleep(float(step_seconds))
         return llm
 
-    for module in (generate, run_batch, serve):
-        module.LLM = fake_llm  # type: ignore[attr-defined]
+    paged_backend.LLM = fake_llm  # type: ignore[assignment, misc]
     from paged_backend.cli.app import app
 
     app(arguments, prog_name="paged-backend")

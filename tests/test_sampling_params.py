@@ -79,15 +79,31 @@ OUT_OF_RANGE: list[tuple[str, Any, str]] = [
     ("logit_bias", {-5: 1}, "token ids to numbers"),
     ("logit_bias", [5], "map token ids"),
     ("output_kind", "delta", "RequestOutputKind"),
-    ("repetition_detection", {"max_pattern_size": 3}, "RepetitionDetection"),
+    ("repetition_detection", 3, "RepetitionDetection"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("repetition_detection", {"max_pattern_size": 3}, {"max_pattern_size": 0}),
+        ("structured_outputs", {"regex": "a"}, {"regex": "a", "choice": ["b"]}),
+    ],
+)
+def test_settings_of_their_own_may_be_mappings(field: str, good: Any, bad: Any) -> None:
+    params = SamplingParams(**{field: good})
+    assert all(getattr(getattr(params, field), name) == value for name, value in good.items())
+    for wrong in (bad, {**good, "nope": 1}):
+        with pytest.raises(InvalidRequestError) as error:
+            SamplingParams(**{field: wrong})
+        assert error.value.field == field
 
 
 @pytest.mark.parametrize(("field", "value", "limit"), OUT_OF_RANGE)
 def test_a_value_out_of_range_is_refused_with_field_value_and_limit(field: str, value: Any, limit: str) -> None:
     with pytest.raises(InvalidRequestError) as error:
         SamplingParams(**{field: value})
-    assert field in str(error.value)
+    assert field in str(error.value) and error.value.field == field
     assert limit in str(error.value)
     shown = next(iter(value.items()))[1] if isinstance(value, dict) else value
     assert repr(shown) in str(error.value) or repr((shown,)) in str(error.value) or isinstance(value, list)

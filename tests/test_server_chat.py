@@ -123,6 +123,23 @@ async def test_null_means_absent(server: ServerUnderTest, field: str) -> None:
     assert (await server.complete(**{field: None}))["choices"] == (await server.complete())["choices"]
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"metadata": {"user": "me"}},
+        {"verbosity": "medium"},
+        {"safety_identifier": "me", "prompt_cache_key": "me", "user": "me", "service_tier": "auto", "store": False},
+        {"modalities": ["text"], "stream": True, "stream_options": {"include_obfuscation": False}},
+    ],
+)
+async def test_labels_and_what_holds_anyhow_change_nothing(server: ServerUnderTest, extra: dict[str, Any]) -> None:
+    plain = answered(await server.post(PATH, messages=[user("hi")], temperature=0))["choices"][0]["message"]["content"]
+    response = await server.post(PATH, messages=[user("hi")], temperature=0, **extra)
+    assert response.status_code == 200, response.text
+    if "stream" not in extra:
+        assert answered(response)["choices"][0]["message"]["content"] == plain
+
+
 async def test_two_names_for_one_limit_must_agree(server: ServerUnderTest) -> None:
     assert (await server.chat(max_tokens=3, max_completion_tokens=3))["usage"]["completion_tokens"] == 3
     assert (await server.chat(max_completion_tokens=2))["usage"]["completion_tokens"] == 2

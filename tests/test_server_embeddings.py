@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from helpers import FakeRunner
-from helpers_server import ServerUnderTest, answered, make_chat_tokenizer, make_models, make_server, refusal
+from helpers_server import JSON, ServerUnderTest, answered, make_chat_tokenizer, make_models, make_server, refusal
 from paged_backend import LLM, EmbeddingSupport, EncoderBackend
 from paged_backend.chat.tokenizer import Tokenizer
 from paged_backend.server.app import create_app
@@ -46,8 +46,8 @@ def server() -> Iterator[ServerUnderTest]:
 
 
 async def post(server: ServerUnderTest, path: str, **body: Any) -> Any:
-    async with server.client(headers={"X-Api-Key": "key"}) as client:
-        return await client.post(path, json=body)
+    async with server.client(headers={"X-Api-Key": "key", **JSON}) as client:
+        return await client.post(path, content=json.dumps(body))
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,31 @@ async def test_usage_counts_the_inputs(server: ServerUnderTest) -> None:
     assert reply["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("dimensions", 3), ("encoding_format", "hex"), ("input", []), ("input", "x" * 200), ("nope", 1)],
-)
-async def test_what_cannot_be_done_is_refused(server: ServerUnderTest, field: str, value: Any) -> None:
-    error = refusal(await post(server, "/v1/embeddings", **{"input": "ab", field: value}))
-    assert error["param"] in (field, None)
+BAD_TEXTS = ("", "a\ud83d", "x" * 200)
+OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "ab"},
+    "/v1/score": {"text_1": "ab", "text_2": ["ab", "cd"]},
+    "/v1/rerank": {"query": "ab", "documents": ["ab", "cd"]},
+}
+BAD: list[tuple[str, str, Any]] = [
+    *(("/v1/embeddings", "input", value) for value in (*BAD_TEXTS, [], [9999], ["ab", ""], [[1], [9999]])),
+    *(("/v1/embeddings", field, value) for field, value in (("dimensions", 3), ("encoding_format", "hex"))),
+    *(("/v1/embeddings", field, value) for field, value in (("cache_salt", ""), ("nope", 1))),
+    *(("/v1/score", "text_1", text) for text in BAD_TEXTS),
+    *(("/v1/score", "text_2", ["ab", text]) for text in BAD_TEXTS),
+    ("/v1/score", "text_2", []),
+    ("/v1/score", "truncate_prompt_tokens", 0),
+    *(("/v1/rerank", "query", text) for text in BAD_TEXTS),
+    *(("/v1/rerank", "documents", ["ab", text]) for text in BAD_TEXTS),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "value"), BAD)
+async def test_what_cannot_be_done_is_refused_by_name(
+    server: ServerUnderTest, path: str, field: str, value: Any
+) -> None:
+    error = refusal(await post(server, path, **OWN_FIELDS[path] | {field: value}))
+    assert error["param"] == field and field in error["message"]
 
 
 async def test_a_longer_input_may_be_cut(server: ServerUnderTest) -> None:
@@ -102,6 +120,12 @@ async def test_scores_are_cosines(server: ServerUnderTest) -> None:
     pairs = answered(await post(server, "/score", text_1=["ab", "a\x00"], text_2=["cc", "\x00a"]))
     assert [item["score"] for item in pairs["data"]] == pytest.approx([1.0, 0.0], abs=1e-4)
     assert refusal(await post(server, "/v1/score", text_1=["ab", "c"], text_2="ab"))["param"] == "text_2"
+
+
+async def test_no_cosine_is_greater_than_one(server: ServerUnderTest) -> None:
+    texts = [chr(first) + chr(second) for first in range(97, 117) for second in range(97, 117)]
+    scores = [item["score"] for item in answered(await post(server, "/v1/score", text_1=texts, text_2=texts))["data"]]
+    assert max(scores) == 1.0 and min(scores) == pytest.approx(1.0)
 
 
 async def test_documents_come_best_first(server: ServerUnderTest) -> None:

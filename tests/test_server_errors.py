@@ -64,7 +64,7 @@ async def test_a_bad_value_is_a_400_that_names_the_field(
     server: ServerUnderTest, path: str, field: str, value: Any
 ) -> None:
     error = refusal(await server.post(path, **body_for(path) | {"max_tokens": 5, field: value}))
-    assert error["param"] == field and field in error["message"]
+    assert (error["param"], error["code"]) == (field, "invalid_value") and field in error["message"]
 
 
 async def test_a_bad_request_leaves_its_neighbours_alone(server: ServerUnderTest) -> None:
@@ -209,6 +209,7 @@ async def test_an_unknown_model_is_a_404(server: ServerUnderTest, path: str, str
 
 async def test_every_served_name_is_a_model(server: ServerUnderTest) -> None:
     listed = json.loads((await server.get("/v1/models")).content)
+    assert json.loads((await server.get("/v1/models/")).content) == listed
     assert (listed["object"], [model["id"] for model in listed["data"]]) == ("list", ["fake", "the/alias"])
     for model in listed["data"]:
         assert model["object"] == "model" and isinstance(model["created"], int) and model["owned_by"]

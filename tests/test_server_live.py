@@ -225,6 +225,7 @@ def test_metrics_have_a_port_of_their_own_without_a_key() -> None:
                 await asyncio.sleep(0.01)
             locked = await client.get(f"http://127.0.0.1:{settings.port}/metrics")
             open_ = await client.get(f"http://127.0.0.1:{settings.metrics_port}/metrics")
+            assert (await client.head(open_.url)).status_code == 200
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         return locked.status_code, open_.status_code, open_.text

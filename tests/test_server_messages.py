@@ -50,6 +50,48 @@ def test_an_answer_is_blocks(client: anthropic.Anthropic) -> None:
 
 
 @pytest.mark.parametrize(
+    ("thinking", "kinds"),
+    [
+        ({"type": "adaptive"}, ["thinking", "text"]),
+        ({"type": "adaptive", "display": "summarized"}, ["thinking", "text"]),
+        ({"type": "adaptive", "display": "omitted"}, ["text"]),
+        ({"type": "disabled"}, ["text"]),
+    ],
+)
+def test_reasoning_is_shown_unless_it_is_not_wanted(
+    server: ServerUnderTest, client: anthropic.Anthropic, thinking: Any, kinds: list[str]
+) -> None:
+    say(server, "<think>hm</think>so")
+    body: dict[str, Any] = {"model": "fake", "max_tokens": 50, "messages": HI, "thinking": thinking}
+    with client.messages.stream(**body) as stream:
+        streamed = stream.get_final_message()
+    for one in (client.messages.create(**body), streamed):
+        assert [block.type for block in one.content] == kinds
+
+
+def test_the_sdks_loop_over_tools_does_without_stored_conversations(client: anthropic.Anthropic) -> None:
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather.
+
+        Args:
+            city: Where.
+        """
+        return city
+
+    runner = client.beta.messages.tool_runner(model="fake", max_tokens=50, messages=HI, tools=[weather])
+    assert [block.text for block in runner.until_done().content] == ["abcdefgh"]  # type: ignore[union-attr]
+    with pytest.raises(anthropic.BadRequestError, match="thread is not supported"):
+        client.messages.create(model="fake", max_tokens=50, messages=HI, extra_body={"thread": {"type": "create"}})
+
+
+def test_labels_change_nothing(client: anthropic.Anthropic) -> None:
+    labels: dict[str, Any] = {"cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "me"}}
+    reply = client.messages.create(model="fake", max_tokens=50, messages=HI, **labels)
+    assert reply.content[0].text == "abcdefgh"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
     ("options", "text", "reason", "sequence"),
     [({"max_tokens": 3}, "abc", "max_tokens", None), ({"stop_sequences": ["de"]}, "abc", "stop_sequence", "de")],
 )

@@ -19,6 +19,7 @@ from paged_backend import LLM, ConfigError, EngineConfig, ModelError
 from paged_backend.server.app import create_app
 from paged_backend.server.memory import num_bytes_needed
 from paged_backend.server.models import Models
+from paged_backend.server.replies import ModelList
 from paged_backend.server.serving import Serving
 from paged_backend.server.settings import ServerSettings
 from paged_backend.server.throughput_log import log_when_busy
@@ -110,6 +111,7 @@ async def test_all_models_are_listed_and_others_are_not_known() -> None:
     async with garage.client() as client:
         listed = answered(await client.get("/v1/models"))["data"]
         assert [(model["id"], model["max_model_len"]) for model in listed] == [("a", None), ("b", None), ("c", None)]
+        assert ModelList.model_validate({"object": "list", "data": listed})  # as the OpenAPI document says
         await garage.ask(client, "b")
         assert answered(await client.get("/v1/models/b"))["max_model_len"] == 2048
         error = refusal(await garage.ask(client, "model-a"), 404)

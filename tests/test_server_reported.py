@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import paged_backend
 from helpers_server import END, ServerUnderTest, answered, make_scripted_llm, make_server, user
-from paged_backend.cli import run_batch as run_batch_module
 from paged_backend.cli.app import app
 
 CHAT = {"messages": [user("hi")]}
@@ -80,7 +80,7 @@ def test_log_probabilities_of_minus_infinity_are_numbers_in_the_file_of_a_batch(
         sampler.script, sampler.logprob = [*b"abcd"], -math.inf
         return llm
 
-    monkeypatch.setattr(run_batch_module, "LLM", make)
+    monkeypatch.setattr(paged_backend, "LLM", make)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     body = {"prompt": "hi", "max_tokens": 2, "logprobs": 2}
     source.write_text(json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}))

@@ -239,6 +239,13 @@ async def test_what_cannot_be_honoured_is_refused(
     assert refusal(await server.post(PATH, **{"input": "hi", "stream": stream} | body))["param"] == param
 
 
+async def test_what_clients_send_without_tools_is_no_wish_for_tools(server: ServerUnderTest) -> None:
+    """As the responses themselves say it."""
+    asked = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+    reply = answered(await server.post(PATH, input="hi", **asked))
+    assert {name: reply[name] for name in asked} == asked
+
+
 async def test_null_is_the_same_as_nothing(server: ServerUnderTest) -> None:
     fields = (await server.get("/openapi.json")).json()["components"]["schemas"]["ResponsesRequest"]["properties"]
     nothing = {name: None for name in fields if name != "input"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
+import anthropic
 import jsonschema
 import openai
 import pytest
@@ -86,6 +87,13 @@ class Person(BaseModel):
     age: int = Field(ge=0, le=99)
 
 
+class Verdict(BaseModel):
+    """Anthropic's SDK leaves lengths and ranges out of its schemas."""
+
+    answer: Literal["yes", "no"]
+    is_sure: bool
+
+
 async def test_the_sdks_get_objects(server: ServerUnderTest) -> None:
     with server.live() as url:
         body: dict[str, Any] = {"model": "fake", "messages": [user("hi")], "response_format": Person, "seed": 1}
@@ -93,6 +101,11 @@ async def test_the_sdks_get_objects(server: ServerUnderTest) -> None:
             assert isinstance(client.chat.completions.parse(**body).choices[0].message.parsed, Person)
             with client.chat.completions.stream(**body) as stream:
                 assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+        with anthropic.Anthropic(base_url=url, api_key="x", max_retries=0, timeout=20) as anthropics:
+            wish: dict[str, Any] = {"model": "fake", "messages": [user("hi")], "max_tokens": 200}
+            assert isinstance(anthropics.messages.parse(**wish, output_format=Verdict).parsed_output, Verdict)
+            with anthropics.messages.stream(**wish, output_format=Verdict) as events:
+                assert isinstance(events.get_final_message().parsed_output, Verdict)
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=20) as asynchronous:
             reply = await asynchronous.chat.completions.parse(**body)
             assert isinstance(reply.choices[0].message.parsed, Person)

@@ -79,7 +79,8 @@ class ChatBuilder:
         if parser is None and tools is not None and tools.is_required:
             raise InvalidRequestError(
                 f"tool_choice={options.tool_choice!r} needs a format of tool calls, and tool_call_parser is None; name "
-                "one, or leave it at 'auto'"
+                "one, or leave it at 'auto'",
+                field="tool_choice",
             )
         text = self._tokenizer.render_chat(
             messages,
@@ -108,7 +109,8 @@ class ChatBuilder:
         if name is None or name in TOOL_PARSERS:
             return TOOL_PARSERS[name] if name else None
         if name != "auto":
-            raise InvalidRequestError(_unknown_parser("tool_call_parser", name, TOOL_PARSERS))
+            message = _unknown_parser("tool_call_parser", name, TOOL_PARSERS)
+            raise InvalidRequestError(message, field="tool_call_parser")
         detected = detect_tool_parser(template)
         if detected is not None:
             return TOOL_PARSERS[detected]
@@ -118,7 +120,8 @@ class ChatBuilder:
     def _reasoning_format(self, template: str, options: ChatOptions) -> ReasoningFormat | None:
         name = self._reasoning_parser if options.reasoning_parser is UNSET else options.reasoning_parser
         if name not in (None, "auto", *REASONING_PARSERS):
-            raise InvalidRequestError(_unknown_parser("reasoning_parser", name, REASONING_PARSERS))
+            message = _unknown_parser("reasoning_parser", name, REASONING_PARSERS)
+            raise InvalidRequestError(message, field="reasoning_parser")
         if name == "auto":
             name = detect_reasoning_parser(template)
         return None if name is None else REASONING_PARSERS[name]

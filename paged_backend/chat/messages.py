@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from paged_backend.errors import InvalidRequestError
+from paged_backend.errors import InvalidRequestError, blamed_on
 
 Message = Mapping[str, Any]
 _ROLE_NAMES = {"developer": "system", "function": "tool"}
@@ -21,9 +21,10 @@ def normalised(messages: Sequence[Message]) -> list[dict[str, Any]]:
     Raises InvalidRequestError for what no template can be given: no messages, unknown roles, parts that are not text,
     arguments that are no JSON object.
     """
-    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise InvalidRequestError(f"messages={messages!r} must be a list with at least one message")
-    return [_normalised(message, index) for index, message in enumerate(messages)]
+    with blamed_on("messages"):
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+            raise InvalidRequestError(f"messages={messages!r} must be a list with at least one message")
+        return [_normalised(message, index) for index, message in enumerate(messages)]
 
 
 def _normalised(message: Message, index: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from paged_backend.chat.token_bytes import bytes_of_tokens
 from paged_backend.chat.token_length import longest_token
 from paged_backend.chat.tool_parsers.hermes import HermesParser
 from paged_backend.engine.output_processor import TextDecoder
-from paged_backend.errors import InvalidRequestError
+from paged_backend.errors import InvalidRequestError, blamed_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,13 +55,15 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(text, str):
-            raise InvalidRequestError(f"a prompt of type {type(text).__name__} must be text or a list of token ids")
+            message = f"a prompt of type {type(text).__name__} must be text or a list of token ids"
+            raise InvalidRequestError(message, field="prompt")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
                 f"the text has a lone surrogate {text[error.start]!r} at character {error.start}, "
-                "which is no Unicode text"
+                "which is no Unicode text",
+                field="prompt",
             ) from None
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         if add_special_tokens and self._adds_bos and token_ids[:2] == [self._tokenizer.bos_token_id] * 2:
@@ -71,8 +73,9 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str, limit: int | None) -> tuple[list[int], list[int] | None]:
         """Two texts as one prompt, and which of them each token is of, if the tokenizer tells. The longer one is cut if
         they are more than `limit` tokens together."""
-        for text in (first, second):
-            self.encode(text, add_special_tokens=False)  # raises for what is no Unicode
+        for field, text in (("text_1", first), ("text_2", second)):
+            with blamed_on(field):
+                self.encode(text, add_special_tokens=False)  # raises for what is no Unicode
         cut = {} if limit is None else {"truncation": "longest_first", "max_length": limit}
         encoded = self._tokenizer(first, second, verbose=False, **cut)
         return encoded["input_ids"], encoded.get("token_type_ids")
@@ -114,12 +117,14 @@ class Tokenizer:
         """
         template = self.template_text(chat_template, has_tools=bool(tools))
         if add_generation_prompt and continue_final_message:
-            raise InvalidRequestError("add_generation_prompt and continue_final_message exclude each other; give one")
+            message = "add_generation_prompt and continue_final_message exclude each other; give one"
+            raise InvalidRequestError(message, field="continue_final_message")
         conversation: Sequence[Mapping[str, Any]] = normalised(messages)
         if continue_final_message and conversation[-1].get("tool_calls"):
             raise InvalidRequestError(
                 "continue_final_message goes on with the text of the last message, and that one ends in tool calls; "
-                "leave it out, or add their results"
+                "leave it out, or add their results",
+                field="continue_final_message",
             )
         options = dict(chat_template_kwargs or {})
         if tools or any(message.get("tool_calls") or message["role"] == "tool" for message in conversation):
@@ -139,7 +144,8 @@ class Tokenizer:
                 **options,
             )
         except Exception as error:  # templates are programs: they raise what they like
-            raise InvalidRequestError(f"the chat template refused the messages: {error}") from error
+            message = f"the chat template refused the messages: {error}"
+            raise InvalidRequestError(message, field="messages") from error
         assert isinstance(text, str)
         return text
 

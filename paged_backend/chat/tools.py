@@ -41,13 +41,16 @@ class Tools:
 def check_tools(tools: object, tool_choice: object = None, parallel_tool_calls: object = None) -> Tools | None:
     """What the three arguments mean, or None if there is nothing to call. Raises InvalidRequestError."""
     if parallel_tool_calls is not None and not isinstance(parallel_tool_calls, bool):
-        raise InvalidRequestError(f"parallel_tool_calls={parallel_tool_calls!r} must be True or False")
+        message = f"parallel_tool_calls={parallel_tool_calls!r} must be True or False"
+        raise InvalidRequestError(message, field="parallel_tool_calls")
     if not tools:
         if tool_choice not in (None, "none"):
-            raise InvalidRequestError(f"tool_choice={tool_choice!r} was given without tools; give tools=[...]")
+            message = f"tool_choice={tool_choice!r} was given without tools; give tools=[...]"
+            raise InvalidRequestError(message, field="tool_choice")
         return None
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
-        raise InvalidRequestError(f"tools of type {type(tools).__name__} must be a list of function definitions")
+        message = f"tools of type {type(tools).__name__} must be a list of function definitions"
+        raise InvalidRequestError(message, field="tools")
     definitions = tuple(_definition(tool, index) for index, tool in enumerate(tools))
     functions = {definition["function"]["name"]: definition["function"] for definition in definitions}
     _check_unique([definition["function"]["name"] for definition in definitions])
@@ -135,12 +138,14 @@ def _chosen_name(tool_choice: object, names: list[str]) -> str | None:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequestError(
             f"tool_choice={tool_choice!r} must be {', '.join(map(repr, _CHOICES))} or "
-            "{'type': 'function', 'function': {'name': ...}}"
+            "{'type': 'function', 'function': {'name': ...}}",
+            field="tool_choice",
         )
     name = str(function["name"])
     if name not in names:
         raise InvalidRequestError(
-            f"tool_choice names the tool {name!r}, which is not among the tools: {', '.join(map(repr, names))}"
+            f"tool_choice names the tool {name!r}, which is not among the tools: {', '.join(map(repr, names))}",
+            field="tool_choice",
         )
     return name
 
@@ -151,4 +156,4 @@ def _without_strict(definition: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bad(index: int, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"tools[{index}] {what}")
+    return InvalidRequestError(f"tools[{index}] {what}", field="tools")

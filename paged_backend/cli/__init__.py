@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import NoReturn
 
 from paged_backend import MissingExtraError
@@ -16,12 +17,11 @@ INTERRUPTED = 130
 def main() -> None:
     """The console script; without the extra it says how to install it."""
     try:
-        from paged_backend.cli.app import app
-    except ImportError as error:
-        if error.name is None or error.name.startswith("paged_backend"):
-            raise
-        sys.exit(f"error: {MissingExtraError('the command paged-backend', 'server')}")
-    except KeyboardInterrupt:  # the imports take seconds
+        with of_the_extra():
+            from paged_backend.cli.app import app
+    except MissingExtraError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     try:
         app()
@@ -29,6 +29,17 @@ def main() -> None:
         if end.code == INTERRUPTED:
             _leave_at_once()
         raise
+
+
+@contextlib.contextmanager
+def of_the_extra() -> Iterator[None]:
+    """What is imported meanwhile comes with the extra; raises MissingExtraError if it is not there."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name is None or error.name.startswith("paged_backend"):
+            raise
+        raise MissingExtraError("the command paged-backend", "server") from error
 
 
 def _leave_at_once() -> NoReturn:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import paged_backend
-from paged_backend import LLM, ConfigError
+from paged_backend import ConfigError
 from paged_backend.cli.bench_data import Question, from_file, synthetic
 from paged_backend.cli.bench_load import Answer, InProcess, Pace, Server, Target, http_client, put_load, served_model
 from paged_backend.cli.bench_report import load_figure, plot, results_of, tables_of
@@ -187,5 +187,5 @@ async def _server(
 @contextlib.asynccontextmanager
 async def _engine(model: str, engine: Engine, form: dict[str, bool]) -> AsyncIterator[Target]:
     tokenizer = engine.pop("tokenizer", None)
-    with await asyncio.to_thread(LLM, model, tokenizer, **engine) as llm:
+    with await asyncio.to_thread(paged_backend.LLM, model, tokenizer, **engine) as llm:
         yield InProcess(llm, **form)

@@ -10,12 +10,15 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import httpx
 
-from paged_backend import LLM, ConfigError, PagedBackendError
+from paged_backend import ConfigError, PagedBackendError
 from paged_backend.cli.bench_data import Question
+
+if TYPE_CHECKING:
+    from paged_backend import LLM
 
 _WANTS_KEY = (401, 403)
 _MOST_TEXT = 300

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from paged_backend import LLM, InvalidRequestError, RequestHandle
+import paged_backend
+from paged_backend import InvalidRequestError
 from paged_backend.cli.options import Engine, command, start_logging
+
+if TYPE_CHECKING:
+    from paged_backend import LLM, RequestHandle
 
 _HELP = """/system TEXT  begin again, with these instructions
 /reset        begin again
@@ -36,7 +40,7 @@ def chat(
         import readline  # noqa: F401  lines can be edited and found again
     tokenizer = engine.pop("tokenizer", None)
     with console.status(escape(f"loading {model}")):
-        llm = LLM(model, tokenizer, **engine)
+        llm = paged_backend.LLM(model, tokenizer, **engine)
     with llm:
         conversation = _Conversation(
             llm, console, system, {name: value for name, value in given.items() if value is not None}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paged_backend import Verdict, check_model
+import paged_backend
 from paged_backend.cli.options import Engine, command, start_logging
+
+if TYPE_CHECKING:
+    from paged_backend import Verdict
 
 
 @command
@@ -25,7 +28,7 @@ def check(
     """
     start_logging("warning")
     tokenizer = engine.pop("tokenizer", None)
-    for name, value in _lines(check_model(model, tokenizer, **engine)):
+    for name, value in _lines(paged_backend.check_model(model, tokenizer, **engine)):
         typer.echo(f"{name:<13}{value}")
 
 

@@ -7,7 +7,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from paged_backend import LLM
+import paged_backend
 from paged_backend.cli.options import Engine, command, start_logging
 
 _SYSTEM = "You are a helpful assistant who answers in one short sentence."
@@ -30,7 +30,7 @@ def demo(*, engine: Engine) -> None:
     console = Console()
     tokenizer = engine.pop("tokenizer", None)
     with console.status("loading the demo model (the first time, it is converted: about 20 s)"):
-        llm = LLM("demo", tokenizer, **engine)
+        llm = paged_backend.LLM("demo", tokenizer, **engine)
     with llm:
         chats = [
             [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}] for question in _QUESTIONS

@@ -6,14 +6,18 @@ import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from paged_backend import LLM, ConfigError, EngineDeadError, PagedBackendError, RequestHandle, RequestOutputKind
+import paged_backend
+from paged_backend import ConfigError, EngineDeadError, PagedBackendError, RequestOutputKind
 from paged_backend.cli.jsonl import JsonLines, input_lines, json_line, replace_atomically
 from paged_backend.cli.options import INCOMPLETE, Engine, command, start_logging
 from paged_backend.cli.progress import as_they_finish, at_once, progress_bar, watched
+
+if TYPE_CHECKING:
+    from paged_backend import LLM, RequestHandle
 
 _SHOWN_ERRORS = 5
 
@@ -58,7 +62,7 @@ def generate(
     lines = job.lines()
     tokenizer = engine.pop("tokenizer", None)
     limit = engine.pop("max_num_queued_reqs", None)  # a job keeps to it by itself: none of its lines is refused
-    with LLM(model, tokenizer, **engine) as llm:
+    with paged_backend.LLM(model, tokenizer, **engine) as llm:
         errors = asyncio.run(job.run(llm, lines, limit))
     for number, error in errors[:_SHOWN_ERRORS]:
         typer.secho(f"prompt {number}: {error}", fg="yellow", err=True)

@@ -6,17 +6,18 @@ import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paged_backend import LLM, ConfigError, EngineConfig
+import paged_backend
+from paged_backend import ConfigError, EngineConfig
+from paged_backend.cli import of_the_extra
 from paged_backend.cli.options import Engine, command, start_logging
-from paged_backend.server.lifecycle import run
-from paged_backend.server.memory import num_bytes_needed
-from paged_backend.server.models import Models
-from paged_backend.server.serving import Serving
 from paged_backend.server.settings import LOG_LEVELS, ServerSettings
+
+if TYPE_CHECKING:
+    from paged_backend.server.serving import Serving
 
 _DEFAULTS = ServerSettings()
 
@@ -101,11 +102,18 @@ def serve(
         log_level=log_level,
     )
     start_logging(settings.log_level)
+    with of_the_extra():  # here, since it takes a second
+        from paged_backend.server.lifecycle import run
+        from paged_backend.server.models import Models
+
     run(Models(settings, _servings(settings, model, engine)))
 
 
 def _servings(settings: ServerSettings, models: list[str], engine: dict[str, Any]) -> list[Serving]:
     """Of each model one, under names of its own. A bad option ends the command before anything listens."""
+    from paged_backend.server.memory import num_bytes_needed
+    from paged_backend.server.serving import Serving
+
     tokenizer = engine.pop("tokenizer", None)
     if settings.lora_modules or settings.allow_lora_updating:
         if len(models) > 1:
@@ -126,7 +134,7 @@ def _servings(settings: ServerSettings, models: list[str], engine: dict[str, Any
             settings,
             model=model,
             names=its_names,
-            make=functools.partial(LLM, model, tokenizer, **engine),
+            make=functools.partial(paged_backend.LLM, model, tokenizer, **engine),
             num_bytes_needed=functools.partial(num_bytes_needed, model, config),
         )
         for model, its_names in zip(models, names_of_each, strict=True)

@@ -154,7 +154,8 @@ class EngineLoop:
         for request in requests:
             if request.request_id in self._shared.readers or request.request_id in seen:
                 raise InvalidRequestError(
-                    f"request_id={request.request_id!r} is in use by an unfinished request; choose another one"
+                    f"request_id={request.request_id!r} is in use by an unfinished request; choose another one",
+                    field="request_id",
                 )
             seen.add(request.request_id)
 

@@ -13,7 +13,7 @@ from typing import Any
 from paged_backend.beam_search_params import BeamSearchParams
 from paged_backend.engine.kv_layout import KVLayout
 from paged_backend.engine.request import NO_MARKUP, Markup, Request
-from paged_backend.errors import InvalidRequestError
+from paged_backend.errors import InvalidRequestError, blamed_on
 from paged_backend.fields import is_finite
 from paged_backend.lora import Adapter, Adapters, LoRARequest
 from paged_backend.pooling_params import ClassificationSupport, EmbeddingSupport, PoolingParams
@@ -106,7 +106,8 @@ class RequestFactory:
         """Raises InvalidRequestError if there are none."""
         if self._adapters is None:
             raise InvalidRequestError(
-                "LoRA adapters need an engine that was made with enable_lora=True, and a model that generates"
+                "LoRA adapters need an engine that was made with enable_lora=True, and a model that generates",
+                field="lora_request",
             )
         return self._adapters
 
@@ -143,7 +144,7 @@ class RequestFactory:
                 if limits.max_model_len <= limits.num_slots
                 else f"the KV cache holds {limits.num_slots}; shorten the prompt or raise kv_cache_memory"
             )
-            raise InvalidRequestError(f"the prompt has {num_at_least} tokens or more, but {limit}")
+            raise InvalidRequestError(f"the prompt has {num_at_least} tokens or more, but {limit}", field="prompt")
 
     def check(self, prompt_token_ids: list[int], params: SamplingParams, options: RequestOptions) -> None:
         """Raises InvalidRequestError for what can never be served."""
@@ -185,12 +186,14 @@ class RequestFactory:
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
-            raise InvalidRequestError("the prompt is empty; it must have at least one token")
+            raise InvalidRequestError("the prompt is empty; it must have at least one token", field="prompt")
         vocab_size = self._limits.vocab_size
         for token_id in token_ids:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise InvalidRequestError(
-                    f"the prompt has the token id {token_id!r}, but the vocabulary holds ids from 0 to {vocab_size - 1}"
+                    f"the prompt has the token id {token_id!r}, but the vocabulary holds ids from 0 to "
+                    f"{vocab_size - 1}",
+                    field="prompt",
                 )
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
@@ -201,12 +204,14 @@ class RequestFactory:
         if num_needed > limits.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt_tokens} tokens and needs room for {num_needed}, but the model's limit is "
-                f"max_model_len={limits.max_model_len}; shorten the prompt{or_lower}"
+                f"max_model_len={limits.max_model_len}; shorten the prompt{or_lower}",
+                field="prompt",
             )
         if num_needed > limits.num_slots:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt_tokens} tokens and needs room for {num_needed}, but the KV cache holds "
-                f"{limits.num_slots}; shorten the prompt{or_lower} or raise kv_cache_memory"
+                f"{limits.num_slots}; shorten the prompt{or_lower} or raise kv_cache_memory",
+                field="prompt",
             )
         num_left = limits.max_len - num_prompt_tokens
         return num_left if params.max_tokens is None else min(params.max_tokens, num_left)
@@ -221,70 +226,85 @@ class RequestFactory:
             raise InvalidRequestError(
                 f"beam_width={beam_width} beams of {num_prompt_tokens} prompt tokens, which they share, and up to "
                 f"{max_tokens} new ones each need {num_needed} blocks, but the KV cache holds {limits.num_blocks}; "
-                "lower beam_width or max_tokens, or raise kv_cache_memory"
+                "lower beam_width or max_tokens, or raise kv_cache_memory",
+                field="beam_width",
             )
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
-            raise InvalidRequestError(f"sampling_params={params!r} must be a SamplingParams")
+            raise InvalidRequestError(f"sampling_params={params!r} must be a SamplingParams", field="sampling_params")
         limits = self._limits
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if token_id >= limits.vocab_size:
                     raise InvalidRequestError(
                         f"{name} has the token id {token_id}, but the vocabulary holds ids from 0 to "
-                        f"{limits.vocab_size - 1}"
+                        f"{limits.vocab_size - 1}",
+                        field=name,
                     )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and limits.max_logprobs >= 0 and not 0 <= value <= limits.max_logprobs:
                 raise InvalidRequestError(
                     f"{name}={value} is out of range: the engine's max_logprobs is {limits.max_logprobs}; "
-                    "ask for fewer, or raise max_logprobs"
+                    "ask for fewer, or raise max_logprobs",
+                    field=name,
                 )
         if self._encode_word is None and (params.stop or params.bad_words):
-            raise InvalidRequestError("stop and bad_words need a tokenizer, and this engine has none; use token ids")
+            raise InvalidRequestError(
+                "stop and bad_words need a tokenizer, and this engine has none; use token ids",
+                field="stop" if params.stop else "bad_words",
+            )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if not params.bad_words:
             return ()
         assert self._encode_word is not None
-        return tuple(spelling for word in params.bad_words for spelling in self._encode_word(word) if spelling)
+        with blamed_on("bad_words"):
+            return tuple(spelling for word in params.bad_words for spelling in self._encode_word(word) if spelling)
 
     def _grammar(self, params: SamplingParams, markup: Markup) -> Any:
         """Compiled here, in the caller's thread; the compiler keeps it for the next time."""
         if params.structured_outputs is None:
             return None
         if self._compile_grammar is None:
-            raise InvalidRequestError("structured_outputs needs a tokenizer, and this engine has none")
-        return self._compile_grammar(params.structured_outputs, markup.reasoning_grammar)
+            message = "structured_outputs needs a tokenizer, and this engine has none"
+            raise InvalidRequestError(message, field="structured_outputs")
+        with blamed_on("structured_outputs"):
+            return self._compile_grammar(params.structured_outputs, markup.reasoning_grammar)
 
     def _adapter(self, wanted: LoRARequest | None) -> Adapter | None:
         """Loaded here, in the caller's thread; it is kept for the next time."""
         if wanted is None:
             return None
         if not isinstance(wanted, LoRARequest):
-            raise InvalidRequestError(f"lora_request={wanted!r} must be a LoRARequest")
-        return self.adapters.get(wanted)
+            raise InvalidRequestError(f"lora_request={wanted!r} must be a LoRARequest", field="lora_request")
+        with blamed_on("lora_request"):
+            return self.adapters.get(wanted)
 
 
 def _check_thinking_budget(params: SamplingParams, markup: Markup) -> None:
     if params.thinking_token_budget is not None and not markup.knows_reasoning:
         raise InvalidRequestError(
             f"thinking_token_budget={params.thinking_token_budget} needs a model with a reasoning format, and none "
-            "was found in this one's chat template; name it with reasoning_parser=..., or leave the budget out"
+            "was found in this one's chat template; name it with reasoning_parser=..., or leave the budget out",
+            field="thinking_token_budget",
         )
 
 
 def _check_options(options: RequestOptions) -> None:
     if options.request_id is not None and (not isinstance(options.request_id, str) or not options.request_id):
-        raise InvalidRequestError(f"request_id={options.request_id!r} must be a string that is not empty")
+        raise _bad_option(options, "request_id", "a string that is not empty")
     if isinstance(options.priority, bool) or not isinstance(options.priority, int):
-        raise InvalidRequestError(f"priority={options.priority!r} must be an integer; lower is served first")
+        raise _bad_option(options, "priority", "an integer; lower is served first")
     if options.cache_salt is not None and (not isinstance(options.cache_salt, str) or not options.cache_salt):
-        raise InvalidRequestError(f"cache_salt={options.cache_salt!r} must be a string that is not empty")
+        raise _bad_option(options, "cache_salt", "a string that is not empty")
     if options.timeout is not None and not _is_timeout(options.timeout):
-        raise InvalidRequestError(f"timeout={options.timeout!r} must be a number of seconds > 0")
+        raise _bad_option(options, "timeout", "a number of seconds > 0")
+
+
+def _bad_option(options: RequestOptions, name: str, must: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}={getattr(options, name)!r} must be {must}", field=name)
 
 
 def _is_timeout(timeout: object) -> bool:

@@ -24,10 +24,10 @@ from paged_backend.server import (
     scoring,
     tokens,
 )
-from paged_backend.server.errors import ApiError, JSONReply
+from paged_backend.server.errors import ApiError, JSONReply, in_words_of
 from paged_backend.server.kv_map import add_kv_map
 from paged_backend.server.metrics import CONTENT_TYPE
-from paged_backend.server.middleware import CountRequests, LimitBody, RequireKey
+from paged_backend.server.middleware import AnswerHead, CountRequests, LimitBody, RequireKey
 from paged_backend.server.models import Models
 from paged_backend.server.page import add_page, page_paths
 from paged_backend.server.protocol import (
@@ -102,6 +102,7 @@ def create_app(models: Models, tracing: Tracing | None = None) -> FastAPI:
         add_page(app)
         add_kv_map(app, models)
     # The last one added is the first to see a request.
+    app.add_middleware(AnswerHead)
     app.add_middleware(LimitBody, max_bytes=settings.max_body_bytes, stall_timeout=settings.stall_timeout)
     app.add_middleware(CountRequests, models=models)
     if settings.api_keys:
@@ -197,6 +198,7 @@ def _add_models(app: FastAPI, models: Models) -> None:
         }
 
     @app.get("/v1/models", response_class=JSONReply, response_model=ModelList)
+    @app.get("/v1/models/", include_in_schema=False)
     async def list_models() -> Response:
         return JSONReply({"object": "list", "data": [described(name) for name in models.names]})
 
@@ -265,7 +267,8 @@ async def _done(models: Models, request: Request, body: B, work: Work[B, T]) -> 
     async def on_its_model() -> T:
         serving = await models.hold(request, body.model)
         try:
-            return await work(serving, body)
+            with in_words_of(body):
+                return await work(serving, body)
         except OverloadedError:
             serving.metrics.rejected()
             raise

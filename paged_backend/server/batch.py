@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from paged_backend import EngineDeadError
 from paged_backend.server import chat, completions, embeddings, responses, scoring
-from paged_backend.server.errors import ApiError, described, invalid_body
+from paged_backend.server.errors import ApiError, described, in_words_of, invalid_body
 from paged_backend.server.models import Models
 from paged_backend.server.protocol import (
     ChatRequest,
@@ -96,7 +96,8 @@ async def answer_line(models: Models, line: BatchLine) -> dict[str, Any]:
     try:
         request = route.body.model_validate(line.body)
         async with models.using(request.model) as serving:
-            body = await route.answer(serving, request)
+            with in_words_of(request):
+                body = await route.answer(serving, request)
     except Exception as error:
         refusal = _refusal(error)
         if refusal.status_code == 503:

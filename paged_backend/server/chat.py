@@ -71,7 +71,8 @@ def checked_template_kwargs(llm: LLM, kwargs: Mapping[str, Any] | None) -> Mappi
     settings = inspect.signature(llm.get_tokenizer().apply_chat_template).parameters
     for name in kwargs or ():
         if name in settings:
-            raise InvalidRequestError(f"chat_template_kwargs={name!r} is no variable of a template; leave it out")
+            message = f"chat_template_kwargs={name!r} is no variable of a template; leave it out"
+            raise InvalidRequestError(message, field="chat_template_kwargs")
     return kwargs
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,6 +22,7 @@ from paged_backend import (
     OverloadedError,
     RequestTimeoutError,
 )
+from paged_backend.server.protocol import ModelBody
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,6 @@ _TYPE_OF_STATUS = {401: "authentication_error", 404: "not_found_error", 429: "ra
 _FOR_PROGRAMS = "; make a new LLM"
 """What clients cannot do."""
 _TOO_DEEP = "is nested too deeply; send fewer levels"
-_NAMED_FIELD = re.compile(r"^(?:prompt \d+: )?(?!request )(\w+?)(?:\[|=| (?:has|names|needs) )")
 
 
 class ApiError(HTTPException):
@@ -53,10 +54,10 @@ class ApiError(HTTPException):
     def typed_body(self) -> dict[str, Any]:
         """The same in Anthropic's shape."""
         kind = "overloaded_error" if self.status_code == 503 else self.body()["error"]["type"]
-        return {
-            "type": "error",
-            "error": {"type": "api_error" if kind == "server_error" else kind, "message": self.message},
-        }
+        error: dict[str, Any] = {"type": "api_error" if kind == "server_error" else kind, "message": self.message}
+        if self.param == "thread":  # so that clients send the whole conversation instead
+            error["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return {"type": "error", "error": error}
 
     def response(self, path: str) -> Response:
         """The answer to a request for `path`, which says whose clients read it."""
@@ -95,8 +96,7 @@ def described(error: Exception) -> ApiError:
         case ApiError():
             return error
         case InvalidRequestError():
-            named = _NAMED_FIELD.match(str(error))
-            return ApiError(400, str(error), param=named and named[1], code=_code_of(str(error)))
+            return _refusal(error, error.field)
         case OverloadedError():
             return ApiError(429, str(error), code="queue_full", retry=True)
         case RequestTimeoutError():
@@ -114,6 +114,24 @@ def described(error: Exception) -> ApiError:
             return ApiError(error.status_code, str(error.detail))
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server made a mistake; its log has the details", code="internal_error")
+
+
+@contextlib.contextmanager
+def in_words_of(body: ModelBody) -> Iterator[None]:
+    """What the engine refuses meanwhile is told by the names of the fields that this client sent."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise _refusal(error, body.source_of(error.field)) from error
+
+
+def _refusal(error: InvalidRequestError, param: str | None) -> ApiError:
+    """The message names the field as the client does."""
+    message = str(error)
+    if param is not None and error.field is not None:
+        message = message.replace(error.field, param, 1)
+        message = message if param in message else f"{param}: {message}"
+    return ApiError(400, message, param=param, code=_code_of(message))
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -198,5 +216,6 @@ def _not_called_json(request: Request) -> ApiError:
     return ApiError(400, message, code="invalid_content_type")
 
 
-def _code_of(message: str) -> str | None:
-    return "context_length_exceeded" if "max_model_len=" in message or "the KV cache holds" in message else None
+def _code_of(message: str) -> str:
+    is_too_long = "max_model_len=" in message or "the KV cache holds" in message
+    return "context_length_exceeded" if is_too_long else "invalid_value"

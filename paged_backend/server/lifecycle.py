@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from paged_backend.server.app import add_metrics, create_app
+from paged_backend.server.middleware import AnswerHead
 from paged_backend.server.models import Models
 from paged_backend.server.settings import ServerSettings
 from paged_backend.server.throughput_log import log_when_busy
@@ -173,6 +174,7 @@ def _config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
 def _metrics_config(models: Models, settings: ServerSettings) -> uvicorn.Config:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     add_metrics(app, models)
+    app.add_middleware(AnswerHead)
     assert settings.metrics_port is not None
     return _uvicorn_config(app, settings, port=settings.metrics_port, access_log=False)
 

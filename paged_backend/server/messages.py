@@ -137,6 +137,9 @@ def as_chat(body: MessagesRequest) -> ChatRequest:
         named = {"type": "function", "function": {"name": choice.name}}
         fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if body.output_config is not None and (form := body.output_config.format) is not None:
+        schema = {"name": "output", "schema": form.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if body.thinking is not None and body.thinking.type == "enabled":
         fields["thinking_token_budget"] = body.thinking.budget_tokens
     if body.messages[-1].role == "assistant":
@@ -145,12 +148,12 @@ def as_chat(body: MessagesRequest) -> ChatRequest:
 
 
 def _shows_thinking(body: MessagesRequest) -> bool:
-    return body.thinking is None or body.thinking.type == "enabled"
+    return body.thinking is None or (body.thinking.type != "disabled" and body.thinking.display != "omitted")
 
 
 def _system(body: MessagesRequest) -> Iterator[dict[str, Any]]:
     if body.system:
-        yield {"role": "system", "content": _text(body.system, "system")}
+        yield {"role": "system", "content": _text(body.system, "system", "it")}
 
 
 def _messages(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
@@ -161,7 +164,7 @@ def _messages(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
     results = [block for block in message.content if block.get("type") == "tool_result"]
     for block in results:
         content = block.get("content")
-        text = "" if content is None else _text(content, "a tool_result")
+        text = "" if content is None else _text(content, "messages", "a tool_result")
         yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
     calls = [_call(block) for block in message.content if block.get("type") == "tool_use"]
     thoughts = [str(block.get("thinking", "")) for block in message.content if block.get("type") == "thinking"]
@@ -169,18 +172,20 @@ def _messages(message: AnthropicMessage) -> Iterator[dict[str, Any]]:
     if others or calls or not results:
         optional: dict[str, Any] = {"tool_calls": calls} if calls else {}
         optional |= {"reasoning": "".join(thoughts)} if thoughts else {}
-        yield {"role": message.role, "content": _text(others, "a message"), **optional}
+        yield {"role": message.role, "content": _text(others, "messages", "a message"), **optional}
 
 
-def _text(content: object, where: str) -> str:
+def _text(content: object, field: str, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidRequestError(f"messages: {where} has content={content!r}; give a string or a list of blocks")
+        message = f"{field}: {where} has content={content!r}; give a string or a list of blocks"
+        raise InvalidRequestError(message, field=field)
     for block in content:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise InvalidRequestError(f"messages: {where} holds a block of type {kind!r}; this server reads text only")
+            message = f"{field}: {where} holds a block of type {kind!r}; this server reads text only"
+            raise InvalidRequestError(message, field=field)
     return "".join(block["text"] for block in content)
 
 
@@ -191,7 +196,7 @@ def _call(block: Block) -> dict[str, Any]:
 
 def _tool(tool: AnthropicTool) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": {**function, "strict": tool.strict}}
 
 
 def _tool_use(call: ToolCall, arguments: Any) -> Block:

@@ -1,4 +1,4 @@
-"""What happens to every request before a route sees it: the key, the drain, the size of its body."""
+"""What happens to every request before a route sees it: the key, the drain, the size of its body, HEAD."""
 
 from __future__ import annotations
 
@@ -113,6 +113,23 @@ class LimitBody:
             f"nothing more of the body came for stall_timeout={self._stall_timeout:g} seconds; send it again",
             code="body_stalled",
         )
+
+
+class AnswerHead:
+    """HEAD is answered as GET, without the body: so do load balancers ask whether a server is up."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)
 
 
 def _presented(scope: Scope) -> bytes:

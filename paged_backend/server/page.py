@@ -47,7 +47,7 @@ def _add_file(app: FastAPI, path: str, name: str, content: bytes) -> None:
     kind = _kind(name)
     headers = {**_HEADERS, "ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
 
-    @app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)
+    @app.get(path, include_in_schema=False)
     async def file(request: Request) -> Response:
         if headers["ETag"] in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)

@@ -5,8 +5,8 @@ A field that is not here is refused; null means the same as leaving a field out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -15,6 +15,8 @@ MAX_N = 128
 MAX_PROMPTS = 2048
 
 TokenIds = list[int]
+Sources = Mapping[str, tuple[str, ...]]
+"""By the engine's name for something: the fields that it may be made of, if they are called otherwise, in order."""
 
 
 def refused(param: str, message: str) -> PydanticCustomError:
@@ -53,12 +55,22 @@ def _plain(value: Any) -> Any:
 
 
 class ModelBody(Body):
+    sources: ClassVar[Sources] = {"lora_request": ("model",)}
+
     model: str | None = None
     """Absent: the first model that is served."""
+
+    def source_of(self, field: str | None) -> str | None:
+        """The field that was sent for what the engine calls `field`."""
+        if field is None:
+            return None
+        sources = self.sources.get(field, (field,))
+        return next((source for source in sources if source in self.model_fields_set), sources[0])
 
 
 class StreamOptions(Body):
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class RepetitionDetectionBody(Body):
@@ -137,6 +149,8 @@ class SamplingBody(ModelBody):
 class GenerationBody(SamplingBody):
     """What completions and chats share."""
 
+    sources: ClassVar[Sources] = {**ModelBody.sources, "structured_outputs": ("structured_outputs", "response_format")}
+
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
@@ -180,6 +194,13 @@ class CompletionRequest(GenerationBody):
 
 
 class ChatRequest(GenerationBody):
+    sources: ClassVar[Sources] = {
+        **ModelBody.sources,
+        "max_tokens": ("max_completion_tokens", "max_tokens"),
+        "logprobs": ("top_logprobs",),
+        "structured_outputs": ("structured_outputs", "response_format", "tools"),
+    }
+
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -192,6 +213,10 @@ class ChatRequest(GenerationBody):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool = True
     store: Literal[False] = False
+    metadata: dict[str, str] | None = None
+    """Labels, which change nothing."""
+    verbosity: Literal["medium"] | None = None
+    """Models have no other."""
     modalities: list[Literal["text"]] | None = None
 
     @model_validator(mode="after")
@@ -208,6 +233,7 @@ class AnthropicTool(Body):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
     type: Literal["custom"] | None = None
     cache_control: dict[str, Any] | None = None
     """A label: prefixes are shared without it."""
@@ -226,8 +252,21 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    type: Literal["enabled", "disabled"]
+    """How much a model thinks is up to its template: `adaptive` is what it does anyhow."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+    """Reasoning is shown in full, or not at all."""
+
+
+class AnthropicOutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class AnthropicOutputConfig(Body):
+    format: AnthropicOutputFormat | None = None
 
 
 class AnthropicMessage(Body):
@@ -236,11 +275,22 @@ class AnthropicMessage(Body):
 
 
 class CountTokensRequest(ModelBody):
+    sources: ClassVar[Sources] = {
+        **ModelBody.sources,
+        "stop": ("stop_sequences",),
+        "structured_outputs": ("output_config", "tools"),
+        "thinking_token_budget": ("thinking",),
+        "parallel_tool_calls": ("tool_choice",),
+    }
+
     messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: AnthropicOutputConfig | None = None
+    cache_control: dict[str, Any] | None = None
+    """A label: prefixes are shared without it."""
 
 
 class MessagesRequest(CountTokensRequest):
@@ -256,6 +306,8 @@ class MessagesRequest(CountTokensRequest):
 
 
 class EmbeddingRequest(ModelBody):
+    sources: ClassVar[Sources] = {**ModelBody.sources, "prompt": ("input",)}
+
     input: (
         str
         | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -293,6 +345,8 @@ class RerankDocument(Body):
 
 
 class RerankRequest(ModelBody):
+    sources: ClassVar[Sources] = {**ModelBody.sources, "text_1": ("query",), "text_2": ("documents",)}
+
     query: str
     documents: Annotated[list[str | RerankDocument], Field(min_length=1, max_length=MAX_PROMPTS)]
     top_n: Annotated[int, Field(ge=1)] | None = None

@@ -25,7 +25,8 @@ class ModelReply(BaseModel):
     owned_by: str
     root: str
     parent: str | None
-    max_model_len: int
+    max_model_len: int | None
+    """None: not known before the model is loaded for the first time."""
 
 
 class ModelList(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,21 +63,19 @@ class _Conversation:
                 text = _text(item.get("content") or item.get("summary"), where)
                 self._assistant("reasoning", "content", "tool_calls")["reasoning"] = text
             case "function_call":
-                self._assistant().setdefault("tool_calls", []).append(_call(item))
+                self._assistant().setdefault("tool_calls", []).append(_call(item, where))
             case "function_call_output":
                 output = _text(item.get("output"), where)
                 self.messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
             case "item_reference":
-                raise InvalidRequestError(
-                    f"{where} refers to a stored item, and this server stores none; send it again"
-                )
+                raise _bad(where, "refers to a stored item, and this server stores none; send it again")
             case kind:
-                raise InvalidRequestError(f"{where} is of type {kind!r}, which this server does not know")
+                raise _bad(where, f"is of type {kind!r}, which this server does not know")
 
     def _add_message(self, item: Item, where: str) -> None:
         role, text = item.get("role"), _text(item.get("content"), where)
         if role not in _ROLES:
-            raise InvalidRequestError(f"{where} has the role {role!r}; known roles: {', '.join(_ROLES)}")
+            raise _bad(where, f"has the role {role!r}; known roles: {', '.join(_ROLES)}")
         if role == "assistant":
             self._assistant("content", "tool_calls")["content"] = text
         else:
@@ -95,23 +94,39 @@ def _text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} has content of type {type(content).__name__}; give text or a list of parts")
+        raise _bad(where, f"has content of type {type(content).__name__}; give text or a list of parts")
     return "".join(_part_text(part, where) for part in content)
 
 
 def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     if kind not in _TEXT_PARTS:
-        raise InvalidRequestError(f"{where} holds a part of type {kind!r}; this server reads text only")
+        raise _bad(where, f"holds a part of type {kind!r}; this server reads text only")
     text = part.get("text", part.get("refusal"))
     if not isinstance(text, str):
-        raise InvalidRequestError(f"{where} holds a part without text")
+        raise _bad(where, "holds a part without text")
     return text
 
 
-def _call(item: Item) -> dict[str, Any]:
-    function = {"name": item.get("name"), "arguments": item.get("arguments")}
-    return {"id": item.get("call_id"), "type": "function", "function": function}
+def _call(item: Item, where: str) -> dict[str, Any]:
+    name, arguments = item.get("name"), item.get("arguments") or "{}"
+    if not isinstance(name, str):
+        raise _bad(where, "is a call without a name")
+    if not _is_json_object(arguments):
+        raise _bad(where, f"has arguments that are no JSON object: {arguments!r}")
+    return {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _is_json_object(text: Any) -> bool:
+    """Or null, which stands for no arguments."""
+    try:
+        return isinstance(json.loads(text), dict | None)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _bad(where: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{where} {what}", field="input")
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:
@@ -119,7 +134,10 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _tool_choice(choice: str | FunctionChoice | None) -> Any:
-    return {"type": "function", "function": {"name": choice.name}} if isinstance(choice, FunctionChoice) else choice
+    """`auto`, which clients send without tools too, is what holds without a choice."""
+    if isinstance(choice, FunctionChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    return None if choice == "auto" else choice
 
 
 def _response_format(body: ResponsesRequest) -> Any:

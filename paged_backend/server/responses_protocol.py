@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from paged_backend.server.protocol import Body, SamplingBody, refused
+from paged_backend.server.protocol import Body, SamplingBody, Sources, refused
 
 _NOT_STORED = "this server stores no responses"
 _LOGPROBS = "message.output_text.logprobs"
@@ -59,6 +59,14 @@ class FunctionChoice(Body):
 
 
 class ResponsesRequest(SamplingBody):
+    sources: ClassVar[Sources] = {
+        **SamplingBody.sources,
+        "messages": ("input",),
+        "max_tokens": ("max_output_tokens",),
+        "logprobs": ("top_logprobs",),
+        "structured_outputs": ("structured_outputs", "text", "tools"),
+    }
+
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     stream: bool = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged_backend import RepetitionDetection, StructuredOutputsParams
 from paged_backend.server.protocol import ChatRequest, CompletionRequest, GenerationBody, JsonSchema, ResponseFormat
 from paged_backend.server.serving import Serving
 
@@ -38,21 +37,21 @@ def given_sampling(body: GenerationBody) -> dict[str, Any]:
     """What the client set, however falsy; the model's recommendations fill the rest."""
     given = {name: getattr(body, name) for name in _SAME_NAMES if name in body.model_fields_set}
     if body.repetition_detection is not None:
-        given["repetition_detection"] = RepetitionDetection(**body.repetition_detection.given())
+        given["repetition_detection"] = body.repetition_detection.given()
     if (structure := _structure(body)) is not None:
         given["structured_outputs"] = structure
     return given
 
 
-def _structure(body: GenerationBody) -> StructuredOutputsParams | None:
+def _structure(body: GenerationBody) -> dict[str, Any] | None:
     """What the output must match, if the client said so in one of the two ways."""
     if body.structured_outputs is not None:
-        return StructuredOutputsParams(**body.structured_outputs.given())
+        return body.structured_outputs.given()
     match body.response_format:
         case ResponseFormat(type="json_object"):
-            return StructuredOutputsParams(json_object=True)
+            return {"json_object": True}
         case ResponseFormat(json_schema=JsonSchema(schema_=schema)):
-            return StructuredOutputsParams(json=schema)
+            return {"json": schema}
     return None
 
 

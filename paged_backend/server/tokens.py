@@ -50,6 +50,6 @@ def _text(llm: LLM, token_ids: list[int]) -> str:
     for token_id in token_ids:
         if not 0 <= token_id < size:
             raise InvalidRequestError(
-                f"tokens has the token id {token_id}, but the vocabulary holds ids from 0 to {size - 1}"
+                f"tokens has the token id {token_id}, but the vocabulary holds ids from 0 to {size - 1}", field="tokens"
             )
     return llm.tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+import paged_backend
 from helpers import WAIT_SECONDS
 from helpers_server import ServerUnderTest, make_scripted_llm, make_server
 from paged_backend import ConfigError
-from paged_backend.cli import bench as bench_module
 from paged_backend.cli.app import app
 from paged_backend.cli.bench_data import Question, from_file, synthetic
 from paged_backend.cli.bench_load import Answer, Pace, Piece, put_load
@@ -62,7 +62,7 @@ def test_a_model_in_this_process_is_measured(monkeypatch: pytest.MonkeyPatch, tm
         made.append((model, config))
         return llm
 
-    monkeypatch.setattr(bench_module, "LLM", make)
+    monkeypatch.setattr(paged_backend, "LLM", make)
     target = tmp_path / "out.json"
     result = run("m", "--max-num-seqs", "2", "--max-concurrency", "2", "--output-json", str(target), *OPTIONS)
     assert result.exit_code == 0, result.output
