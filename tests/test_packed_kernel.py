@@ -91,6 +91,15 @@ def test_factors_give_the_definition(depth: int, bits: int) -> None:
         assert_agrees(x[:num_rows], weight, random(200))
 
 
+@pytest.mark.parametrize("num_rows", [1, 5, 30])
+def test_groups_of_8_bits_give_the_definition_and_are_nearer_to_the_weights(num_rows: int) -> None:
+    x, weight = random(num_rows, 576), random(200, 576)
+    whole, groups = pack(weight, 8), pack(weight, 8, group_of_8_bits=64)
+    assert_agrees(x, groups)
+    errors = [(packed.unpack() - weight.float()).norm() for packed in (whole, groups)]
+    assert errors[1] < 0.85 * errors[0]
+
+
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.5), (4, 0.9)])
 def test_factors_for_unequal_inputs_bring_the_product_nearer(bits: int, most: float) -> None:
     x, weight = unequal_inputs(20, 576), random(300, 576, dtype=torch.float32)

@@ -24,7 +24,8 @@ LEAST_COLUMNS = 4 * LANES
 """The kernels multiply so many columns at once; smaller matrices are padded to it."""
 BITS = (16, 8, 4)
 GROUP_OF_4_BITS = 32
-"""Weights of 4 bits share their scale with so many neighbours; weights of 8 bits with their whole column."""
+"""Weights of 4 bits share their scale with so many neighbours; weights of 8 bits with their whole column, unless `pack`
+is told otherwise."""
 ROTATION = 64
 """Most neighbours that are mixed; more gave no better results."""
 _LEAST_SIZE = 0.01  # of an input, in those of the mean
@@ -106,17 +107,21 @@ def packs_bfloat16() -> bool:
     return BFLOAT16_IS_FAST
 
 
-def pack(weight: Tensor, bits: int, input_factors: Tensor | None = None) -> PackedWeight:
+def pack(
+    weight: Tensor, bits: int, input_factors: Tensor | None = None, *, group_of_8_bits: int | None = None
+) -> PackedWeight:
     """Pack the weights [N, K] of a linear layer, which with 16 bits are bfloat16.
 
-    With fewer they are rounded, each column with a scale of its own and with 4 bits each group of a column, after they
-    are divided by the `input_factors` [K], float32 and positive, and rotated.
+    With fewer they are rounded after they are divided by the `input_factors` [K], float32 and positive, and rotated.
+    With 4 bits each group of a column has a scale of its own; with 8 each column, or each `group_of_8_bits` neighbours,
+    which `can_be_group`, as their inputs then have.
     """
     assert bits in BITS and weight.dim() == 2 and (bits != 16 or weight.dtype == torch.bfloat16)
     shape = (weight.shape[0], weight.shape[1])
     if bits == 16:
         return PackedWeight(*_packed(weight), shape, bits)
-    parts = [_quantized(part, bits, input_factors) for part in torch.split(weight, _MOST_AT_ONCE)]
+    group = GROUP_OF_4_BITS if bits == 4 else group_of_8_bits
+    parts = [_quantized(part, bits, group, input_factors) for part in torch.split(weight, _MOST_AT_ONCE)]
     values, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return PackedWeight(values, scales, shape, bits, input_factors=input_factors)
 
@@ -232,12 +237,12 @@ def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.empty(blocks, 0, LANES)
 
 
-def _quantized(weight: Tensor, bits: int, input_factors: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantized(weight: Tensor, bits: int, group: int | None, input_factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A group of None is a column."""
     num_columns, depth = weight.shape
-    group = GROUP_OF_4_BITS if bits == 4 else 4
     divided = weight.float() if input_factors is None else weight.float() / input_factors
-    padded = torch.nn.functional.pad(rotate(divided), (0, -depth % group, 0, _padding(num_columns)))
-    grouped = padded.view(len(padded), -1, group if bits == 4 else padded.shape[1])
+    padded = torch.nn.functional.pad(rotate(divided), (0, -depth % (group or 4), 0, _padding(num_columns)))
+    grouped = padded.view(len(padded), -1, group or padded.shape[1])
     if bits == 8:
         scales = grouped.abs().amax(-1, keepdim=True) / 127
     else:

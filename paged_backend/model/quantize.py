@@ -23,12 +23,13 @@ from paged_backend.model.linear import PackedLinear
 from paged_backend.model.mapped_files import MappedFiles
 from paged_backend.model.model_call import ModelCall
 from paged_kernels import pack
-from paged_kernels.packing import LEAST_COLUMNS, factors_for
+from paged_kernels.packing import LEAST_COLUMNS, can_be_group, factors_for
 
 logger = logging.getLogger(__name__)
 
 _BITS = {"int8": 8, "int4": 4}
-_BITS_OF_LOGITS = 8  # what chooses the token needs them more than the rest, and is read once per step
+# What chooses the token needs precision more than the rest, and has few rows.
+_BITS_OF_LOGITS, _GROUP_OF_LOGITS = 8, 64
 _NUM_TOKENS = 64  # that go through the model
 
 
@@ -40,6 +41,8 @@ class _Layer:
     """Whose it is, and what they call it."""
     linear: nn.Linear | Conv1D
     bits: int
+    group: int | None
+    """See `pack`."""
     files: MappedFiles | None
     """Where its weights may be, if nobody else reads them."""
     packed: PackedLinear | None = None
@@ -56,7 +59,8 @@ class _Layer:
         weight = _weight(self.linear)
         assert weight is not None
         bias = self.linear.bias
-        self.packed = PackedLinear(pack(weight, self.bits, input_factors), bias, weight.dtype)
+        packed = pack(weight, self.bits, input_factors, group_of_8_bits=self.group)
+        self.packed = PackedLinear(packed, bias, weight.dtype)
         if self.files is not None:
             self.files.let_go([self.linear.weight])
 
@@ -99,7 +103,9 @@ def _layers(model: PreTrainedModel, bits: int) -> list[_Layer]:
             weight = _weight(child)
             if weight is not None and len(weight) >= LEAST_COLUMNS:
                 own_files = None if id(child.weight) in shared else files
-                layer = _Layer([], child, _BITS_OF_LOGITS if child is head else bits, own_files)
+                is_divided = child is head and can_be_group(_GROUP_OF_LOGITS, weight.shape[1])
+                group = _GROUP_OF_LOGITS if is_divided else None
+                layer = _Layer([], child, _BITS_OF_LOGITS if child is head else bits, group, own_files)
                 layers.setdefault(id(child), layer).parents.append((parent, child_name))
     return list(layers.values())
 
