@@ -35,11 +35,12 @@ _NUM_TOKENS = 64  # that go through the model
 
 @dataclasses.dataclass(slots=True)
 class _Layer:
-    """A linear layer that is packed when it is first called."""
+    """A linear layer that is packed when it is first called, and whose place in the model the packed one then takes."""
 
     parents: list[tuple[nn.Module, str]]
     """Whose it is, and what they call it."""
-    linear: nn.Linear | Conv1D
+    linear: nn.Linear | Conv1D | None
+    """None once it is packed, so that its memory is free while the next one is packed."""
     bits: int
     group: int | None
     """See `pack`."""
@@ -56,13 +57,16 @@ class _Layer:
         return y
 
     def pack(self, input_factors: Tensor | None) -> None:
+        assert self.linear is not None
         weight = _weight(self.linear)
         assert weight is not None
-        bias = self.linear.bias
         packed = pack(weight, self.bits, input_factors, group_of_8_bits=self.group)
-        self.packed = PackedLinear(packed, bias, weight.dtype)
+        self.packed = PackedLinear(packed, self.linear.bias, weight.dtype)
+        for parent, child_name in self.parents:
+            setattr(parent, child_name, self.packed)
         if self.files is not None:
             self.files.let_go([self.linear.weight])
+        self.linear = None
 
 
 @torch.inference_mode()
@@ -86,9 +90,7 @@ def quantize_linears(model: PreTrainedModel, quantization: str, name: str) -> No
     for layer in layers:
         if layer.packed is None:
             layer.pack(None)
-        for parent, child_name in layer.parents:
-            setattr(parent, child_name, layer.packed)
-    num_weights = sum(layer.linear.weight.numel() for layer in layers)
+    num_weights = sum(layer.packed.in_features * layer.packed.out_features for layer in layers if layer.packed)
     logger.info("%s: %.0f million weights in %s", name, num_weights / 1e6, quantization)
 
 
@@ -113,14 +115,16 @@ def _layers(model: PreTrainedModel, bits: int) -> list[_Layer]:
 def _pack_on_the_way(model: PreTrainedModel, layers: Sequence[_Layer], name: str) -> None:
     """Let some tokens go through the model, and pack each layer when they come to it."""
     for layer in layers:
-        layer.linear.forward = layer.forward  # type: ignore[method-assign]
+        if layer.linear is not None:
+            layer.linear.forward = layer.forward  # type: ignore[method-assign]
     try:
         ModelCall(model).plain(_token_ids(model))
     except Exception as error:  # whatever the model's code raises; whether it can be run is found out later
         logger.info("%s: its layers are quantised without a look at their inputs: %r", name, error)
     finally:
         for layer in layers:
-            del layer.linear.forward
+            if layer.linear is not None:
+                del layer.linear.forward
 
 
 def _token_ids(model: PreTrainedModel) -> Tensor:
