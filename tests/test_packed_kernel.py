@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paged_kernels import PackedWeight, pack, pack_numbers, packed_linear, reference
-from paged_kernels.packing import can_be_merged, merge, rotate, split
+from paged_kernels.packing import can_be_merged, factors_for, merge, rotate, split
 
 each_size = pytest.mark.parametrize("bits", [16, 8, 4])
 rounded = pytest.mark.parametrize("bits", [8, 4])
@@ -73,6 +73,71 @@ def test_one_large_input_does_not_drown_the_others() -> None:
     right = x @ weight.T
     error = packed_linear(x, pack(weight, 8)) - right
     assert error.norm() < 0.04 * (right - 50 * weight[:, 100]).norm()
+
+
+def unequal_inputs(num_rows: int, depth: int) -> Tensor:
+    """A few are far larger than the others, in all rows."""
+    x = random(num_rows, depth, dtype=torch.float32)
+    x[:, ::50] *= 40
+    return x
+
+
+@rounded
+@pytest.mark.parametrize("depth", [6, 64, 100, 576])
+def test_factors_give_the_definition(depth: int, bits: int) -> None:
+    x = unequal_inputs(30, depth).bfloat16()
+    weight = pack(random(200, depth), bits, factors_for(x.float().square().mean(0).sqrt()))
+    for num_rows in (1, 2, 5, 30):
+        assert_agrees(x[:num_rows], weight, random(200))
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 30])
+def test_groups_of_8_bits_give_the_definition_and_are_nearer_to_the_weights(num_rows: int) -> None:
+    x, weight = random(num_rows, 576), random(200, 576)
+    whole, groups = pack(weight, 8), pack(weight, 8, group_of_8_bits=64)
+    assert_agrees(x, groups)
+    errors = [(packed.unpack() - weight.float()).norm() for packed in (whole, groups)]
+    assert errors[1] < 0.85 * errors[0]
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.5), (4, 0.9)])
+def test_factors_for_unequal_inputs_bring_the_product_nearer(bits: int, most: float) -> None:
+    x, weight = unequal_inputs(20, 576), random(300, 576, dtype=torch.float32)
+    right, factors = x @ weight.T, factors_for(x.square().mean(0).sqrt())
+    plain, scaled = (packed_linear(x, packed) - right for packed in (pack(weight, bits), pack(weight, bits, factors)))
+    assert scaled.norm() < most * plain.norm()
+
+
+@rounded
+def test_weights_with_factors_unpack_to_what_was_packed(bits: int) -> None:
+    weight, factors = random(200, 96, dtype=torch.float32), factors_for(unequal_inputs(9, 96).square().mean(0).sqrt())
+    error = pack(weight, bits, factors).unpack() - weight
+    assert error.norm() < {8: 0.02, 4: 0.2}[bits] * weight.norm()
+
+
+def test_factors_of_inputs_that_are_never_there_are_finite() -> None:
+    assert factors_for(torch.tensor([0.0, 1.0, 2.0])).isfinite().all()
+
+
+@rounded
+def test_weights_are_merged_only_if_they_have_the_same_factors(bits: int) -> None:
+    ones, twos = (torch.full((64,), factor) for factor in (1.0, 2.0))
+    one, other, plain = (pack(random(64, 64), bits, factors) for factors in (ones, twos, None))
+    assert can_be_merged([one, pack(random(80, 64), bits, ones.clone())])
+    assert not can_be_merged([one, other])
+    assert not can_be_merged([one, plain])
+    assert not can_be_merged([plain, one])
+
+
+@rounded
+def test_merged_weights_keep_their_factors(bits: int) -> None:
+    x, factors = random(5, 64), torch.rand(64) + 0.5
+    parts = [pack(random(n, 64), bits, factors) for n in (80, 64)]
+    expected = [packed_linear(x, part) for part in parts]
+    merged = merge(parts)
+    assert torch.equal(packed_linear(x, merged), torch.cat(expected, dim=1))
+    for part, right in zip(split(merged, [80, 64]), expected, strict=True):
+        assert torch.equal(packed_linear(x, part), right)
 
 
 @each_size

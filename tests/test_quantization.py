@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, PreTrainedModel
+from transformers import BertConfig, BertModel
 from transformers.pytorch_utils import Conv1D
 
 from helpers_models import make_model, make_tokenizer, save_model
@@ -18,7 +17,8 @@ from paged_backend.errors import ConfigError
 from paged_backend.model.decoder import FusedDecoder
 from paged_backend.model.linear import FastLinear, Linear, PackedLinear
 from paged_backend.model.loader import load
-from paged_kernels import pack, reference
+from paged_backend.model.quantize import quantize_linears
+from paged_kernels import reference
 
 PROMPTS = [list(range(40, 75)), [7, 9], list(range(3, 20)) * 2]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
@@ -38,28 +38,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Defined(nn.Module):
     """A linear layer on rounded weights, as `reference` defines it."""
 
-    def __init__(self, layer: nn.Linear | Conv1D, bits: int) -> None:
+    def __init__(self, layer: PackedLinear) -> None:
         super().__init__()
-        self.packed = pack(layer.weight.T if isinstance(layer, Conv1D) else layer.weight, bits)
-        self.bias = layer.bias
+        self.packed, self.bias = layer.packed, layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         y = reference.packed_linear(x.reshape(-1, x.shape[-1]), self.packed, self.bias)
         return y.view(*x.shape[:-1], -1)
 
 
-def size_of_input(layer: nn.Linear | Conv1D) -> int:
-    return layer.weight.shape[0 if isinstance(layer, Conv1D) else 1]
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("not today")
 
 
-def defined(model: PreTrainedModel, bits: int) -> PreTrainedModel:
-    model = copy.deepcopy(model)
-    head = model.get_output_embeddings()
+def defined(folder: Path, quantization: str) -> Any:
+    model = loaded(folder, quantization, "float32")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) in (nn.Linear, Conv1D) and child(torch.zeros(1, size_of_input(child))).shape[1] >= 64:
-                setattr(parent, name, Defined(child, 8 if child is head else bits))
+            if isinstance(child, PackedLinear):
+                setattr(parent, name, Defined(child))
     return model
+
+
+def loaded(folder: Path, quantization: str, dtype: str = "bfloat16") -> Any:
+    return load(folder, None, EngineConfig(device="cpu", dtype=dtype, quantization=quantization)).model
 
 
 def make_llm(model: Any, **options: Any) -> LLM:
@@ -69,11 +72,11 @@ def make_llm(model: Any, **options: Any) -> LLM:
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("case", OPTIONS)
 def test_an_engine_gives_the_log_probabilities_of_the_definition(case: str, quantization: str, tmp_path: Path) -> None:
-    model = make_model(case.split()[0], **OPTIONS[case])
+    folder = save_model(tmp_path, model=make_model(case.split()[0], **OPTIONS[case]))
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    with make_llm(save_model(tmp_path, model=model), quantization=quantization) as llm:
+    with make_llm(folder, quantization=quantization) as llm:
         outputs = llm.generate(PROMPTS, params)
-    right = defined(model, {"int8": 8, "int4": 4}[quantization])
+    right = defined(folder, quantization)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         logprobs = right(torch.tensor([prompt])).logits[0].log_softmax(-1)
         assert output.prompt_logprobs is not None
@@ -101,10 +104,6 @@ def test_an_output_does_not_depend_on_its_batch_mates(architecture: str, tmp_pat
             assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == output.outputs[0].token_ids
 
 
-def loaded(folder: Path, quantization: str) -> Any:
-    return load(folder, None, EngineConfig(device="cpu", dtype="bfloat16", quantization=quantization)).model
-
-
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_no_linear_layer_keeps_its_weights(architecture: str, tmp_path: Path) -> None:
     model = loaded(save_model(tmp_path, model=make_model(architecture, tie_word_embeddings=True, head_dim=32)), "int8")
@@ -125,6 +124,33 @@ def test_models_built_like_llama_stay_fused_and_hold_merged_weights_once(tmp_pat
     assert torch.equal(merged(x), expected)
     assert torch.equal(torch.cat([part(x) for part in parts], dim=1), expected)
     assert len({part.packed.values.untyped_storage().data_ptr() for part in parts}) == 1
+
+
+def test_layers_know_what_their_inputs_are_like_and_readers_of_the_same_input_agree(tmp_path: Path) -> None:
+    model = make_model(head_dim=32)
+    model.model.layers[0].input_layernorm.weight.data[5] = 30
+    layer = loaded(save_model(tmp_path, model=model), "int8").model.layers[0]
+    factors = layer.self_attn.q_proj.packed.input_factors
+    assert factors.argmin() == 5
+    assert factors[5] < 0.5 * factors.median()
+    for other in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+        assert torch.equal(other.packed.input_factors, factors)
+    assert torch.equal(layer.mlp.gate_proj.packed.input_factors, layer.mlp.up_proj.packed.input_factors)
+
+
+def test_the_layer_before_the_logits_has_8_bits(tmp_path: Path) -> None:
+    model = loaded(save_model(tmp_path, model=make_model()), "int4")
+    assert model.lm_head.packed.bits == 8
+    assert model.model.layers[0].mlp.down_proj.packed.bits == 4
+
+
+def test_a_model_that_fails_alone_is_quantised_without_a_look_at_its_inputs() -> None:
+    model = make_model()
+    model.model.layers[1].mlp.act_fn = Failing()
+    quantize_linears(model, "int8", "it")
+    assert model.model.layers[0].mlp.down_proj.packed.input_factors is not None
+    assert model.model.layers[1].mlp.down_proj.packed.input_factors is None
+    assert type(model.lm_head) is PackedLinear
 
 
 def test_code_that_reads_weights_gets_the_rounded_ones(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ _BLOCK_OF_EIGHT = NUM_SUMS // 8  # or with eight
 _WIDTH_OF_2 = 8 if _BLOCK_OF_EIGHT >= 2 else 4
 _WIDTH_OF_3 = 8 if _BLOCK_OF_EIGHT >= 3 else 4
 
-Matrix: TypeAlias = tuple[int, int, int, tuple[int, int], None]  # addresses of weights, none, bias; columns, depth
+Matrix: TypeAlias = tuple[int, int, int, int, tuple[int, int], None]  # addresses as in packed.py; columns, depth
 Types: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
 
 # Nothing may be reordered.
@@ -66,9 +66,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matrix_of(weight: Tensor, bias: Tensor | None) -> Matrix:
-    """As `packed.matrix_of` has it; there are no scales, and nothing is rounded."""
+    """As `packed.matrix_of` has it; there are no scales and no factors, and nothing is rounded."""
     num_columns, depth = weight.shape
-    return weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(), (num_columns, depth), None
+    return weight.data_ptr(), 0, 0, 0 if bias is None else bias.data_ptr(), (num_columns, depth), None
 
 
 def part_kernel(types: Types) -> int:
@@ -94,7 +94,7 @@ def multiply(
     """Rows that are `stride` numbers apart times a matrix. Each thread takes some of the columns, in eights, or of the
     rows if there are many."""
     x_like, weight_like, row_like = types
-    weight, _, bias, (num_columns, depth), _ = matrix
+    weight, _, _, bias, (num_columns, depth), _ = matrix
     num_eights = -(-num_columns // 8)
     for thread in numba.prange(num_threads):
         row, end_row, column, end_column = 0, num_rows, 0, num_columns

@@ -39,7 +39,7 @@ _NOT_FINITE = np.int32(0x7F800000)
 _Sizes: TypeAlias = tuple[int, int, int, int, int]  # columns, depth, depth padded, groups, steps of a block
 _Rounding: TypeAlias = tuple[int, int] | None  # size of the rotation, offset of the weights
 _Piece: TypeAlias = tuple[int, int, int, int]  # of the output: rows from, to; columns from, to, in blocks of LANES
-Matrix: TypeAlias = tuple[int, int, int, _Sizes, _Rounding]  # addresses of weights, scales and bias
+Matrix: TypeAlias = tuple[int, int, int, int, _Sizes, _Rounding]  # addresses: weights, scales, factors, bias
 Types: TypeAlias = tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
 _Rows: TypeAlias = tuple[NDArray[Any], NDArray[np.float32], NDArray[np.int32]]  # numbers, scales, offsets
 _Columns: TypeAlias = tuple[NDArray[Any], NDArray[Any]]  # weights, scales
@@ -67,9 +67,13 @@ def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
 def matrix_of(weight: PackedWeight, bias: Tensor | None) -> Matrix:
     """Where a matrix and its bias, contiguous float32, are, and what they are like; it keeps neither alive."""
     (num_columns, depth), num_steps = weight.shape, weight.values.shape[1]
-    addresses = (weight.values.data_ptr(), weight.scales.data_ptr(), 0 if bias is None else bias.data_ptr())
+    addresses = (weight.values.data_ptr(), weight.scales.data_ptr(), _address(weight.input_factors), _address(bias))
     sizes = (num_columns, depth, weight.padded_depth, weight.num_groups, num_steps)
     return *addresses, sizes, None if weight.bits == 16 else (weight.rotation, weight.offset)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def part_kernels(types: Types, matrix: Matrix) -> tuple[int, int]:
@@ -82,7 +86,7 @@ def _part_kernels(is_rounded: bool, *dtypes: np.dtype[Any]) -> tuple[int, int]:
     types = tuple(np.empty(0, dtype) for dtype in dtypes)
     sizes, rounding = (0, 0, 0, 0, 0), (0, 0) if is_rounded else None
     rows = types[3], np.empty(0, np.float32), np.empty(0, np.int32)
-    prepare = address_of(_prepare, types, 0, 0, sizes, rounding, rows, 0, 0)
+    prepare = address_of(_prepare, types, 0, 0, 0, sizes, rounding, rows, 0, 0)
     return prepare, address_of(_multiply, types, rows, 0, 0, 0, 0, sizes, 0, (0, 0, 0, 0))
 
 
@@ -99,7 +103,7 @@ def multiply(
     """Rows that are `stride` numbers apart times a matrix. Each thread takes some of the columns; with many rows two of
     them may share columns that are multiplied at once."""
     prepare, part = parts
-    values, scales, bias, sizes, rounding = matrix
+    values, scales, factors, bias, sizes, rounding = matrix
     _, depth, padded_depth, num_groups, _ = sizes
     is_few = num_rows < _FEW_ROWS
     is_ready = rounding is None and types[0].itemsize == types[3].itemsize and depth == padded_depth
@@ -110,14 +114,14 @@ def multiply(
     elif not is_few:
         for thread in numba.prange(num_threads):
             first, end = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
-            call(prepare, (types, x, stride, sizes, rounding, shared, first, end))
+            call(prepare, (types, x, stride, factors, sizes, rounding, shared, first, end))
     width = stride if is_ready else _row_size(padded_depth)
     num_blocks = max(LEAST_COLUMNS, sizes[0] + LANES - 1) // LANES
     for thread in numba.prange(num_threads):
         rows = shared
         if is_few and not is_ready:  # each for itself: to read what another core just wrote takes longer
             rows = _buffers(num_rows, padded_depth, num_groups, types[3])
-            call(prepare, (types, x, stride, sizes, rounding, rows, 0, num_rows))
+            call(prepare, (types, x, stride, factors, sizes, rounding, rows, 0, num_rows))
         pieces, num_pieces = _pieces(num_rows, num_blocks, thread, num_threads)
         for i in range(num_pieces):
             call(part, (types, rows, width, values, scales, bias, sizes, out, pieces[i]))
@@ -142,6 +146,7 @@ def _prepare(
     types: Types,
     x: int,
     stride: int,
+    factors: int,
     sizes: _Sizes,
     rounding: _Rounding,
     prepared: _Rows,
@@ -164,7 +169,10 @@ def _prepare(
             row[depth:] = 0
         else:
             scales = slice(r * num_scales, (r + 1) * num_scales)
-            _rotate(source, rounding[0], numbers)
+            _widen(source, numbers)
+            if factors != 0:
+                _scale(numbers, array_at(factors, 0, depth, numbers))
+            _rotate(numbers, depth, rounding[0])
             _quantize(numbers, padded_depth, num_groups, rounding[1], row, row_scales[scales], offsets[scales])
 
 
@@ -242,10 +250,22 @@ def _view(array: NDArray[Any], start: int) -> NDArray[Any]:
 
 
 @_compile
-def _rotate(source: NDArray[Any], rotation: int, numbers: NDArray[np.float32]) -> None:
+def _widen(source: NDArray[Any], numbers: NDArray[np.float32]) -> None:
+    whole = len(source) // LANES * LANES
+    copy_to_float32(source, 0, numbers, 0, whole)
+    for i in range(whole, len(source)):
+        numbers[i] = to_float32(source[i])
+
+
+@_compile
+def _scale(numbers: NDArray[np.float32], factors: NDArray[np.float32]) -> None:
+    for i in range(len(factors)):
+        numbers[i] *= factors[i]
+
+
+@_compile
+def _rotate(numbers: NDArray[np.float32], depth: int, rotation: int) -> None:
     """See `packing.rotate`."""
-    depth = len(source)
-    _widen(source, numbers)
     if rotation == 64:
         rotate_64(numbers, depth)
         return
@@ -259,14 +279,6 @@ def _rotate(source: NDArray[Any], rotation: int, numbers: NDArray[np.float32]) -
         half //= 2
     for i in range(depth):
         numbers[i] *= factor
-
-
-@_compile
-def _widen(source: NDArray[Any], numbers: NDArray[np.float32]) -> None:
-    whole = len(source) // LANES * LANES
-    copy_to_float32(source, 0, numbers, 0, whole)
-    for i in range(whole, len(source)):
-        numbers[i] = to_float32(source[i])
 
 
 @_compile

@@ -4,8 +4,9 @@ What is multiplied at once lies together, so that memory is read from one end to
 sum over lanes at their end.
 
 With 8 or 4 bits a layer's inputs are rotated before they are rounded, and so are its weights, which leaves their
-products as they were. It spreads large numbers over many, so that 8 bits are enough for whole rows. Weights that were
-rounded elsewhere are not rotated; `pack_numbers` takes them as they are, in groups.
+products as they were. It spreads large numbers over many, so that 8 bits are enough for whole rows. Before that, inputs
+that are large in all rows can be made smaller and their weights larger, by `input_factors`. Weights that were rounded
+elsewhere are not rotated; `pack_numbers` takes them as they are, in groups.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ LEAST_COLUMNS = 4 * LANES
 """The kernels multiply so many columns at once; smaller matrices are padded to it."""
 BITS = (16, 8, 4)
 GROUP_OF_4_BITS = 32
-"""Weights of 4 bits share their scale with so many neighbours; weights of 8 bits with their whole column."""
+"""Weights of 4 bits share their scale with so many neighbours; weights of 8 bits with their whole column, unless `pack`
+is told otherwise."""
 ROTATION = 64
 """Most neighbours that are mixed; more gave no better results."""
+_LEAST_SIZE = 0.01  # of an input, in those of the mean
 _MOST_AT_ONCE = 4096  # columns, so that what is in between takes little memory
 
 
@@ -48,6 +51,9 @@ class PackedWeight:
     bits: int
     is_rotated: bool = True
     """With 8 or 4 bits."""
+    input_factors: Tensor | None = None
+    """[K] float32, with 8 or 4 bits: what inputs are multiplied by before they are rotated, and weights were divided
+    by; None: 1."""
 
     @property
     def offset(self) -> int:
@@ -90,7 +96,8 @@ class PackedWeight:
         if self.bits == 16:
             return self.numbers[:num_columns, :depth]
         grouped = self.numbers.view(-1, self.num_groups, self.padded_depth // self.num_groups)
-        return rotate((grouped * self.column_scales[..., None]).flatten(1)[:num_columns, :depth], self.rotation)
+        weight = rotate((grouped * self.column_scales[..., None]).flatten(1)[:num_columns, :depth], self.rotation)
+        return weight if self.input_factors is None else weight * self.input_factors
 
 
 def packs_bfloat16() -> bool:
@@ -100,17 +107,34 @@ def packs_bfloat16() -> bool:
     return BFLOAT16_IS_FAST or WIDTH == 8
 
 
-def pack(weight: Tensor, bits: int) -> PackedWeight:
+def pack(
+    weight: Tensor, bits: int, input_factors: Tensor | None = None, *, group_of_8_bits: int | None = None
+) -> PackedWeight:
     """Pack the weights [N, K] of a linear layer, which with 16 bits are bfloat16.
 
-    With fewer they are rounded, each column with a scale of its own and with 4 bits each group of a column.
+    With fewer they are rounded after they are divided by the `input_factors` [K], float32 and positive, and rotated.
+    With 4 bits each group of a column has a scale of its own; with 8 each column, or each `group_of_8_bits` neighbours,
+    which `can_be_group`, as their inputs then have.
     """
     assert bits in BITS and weight.dim() == 2 and (bits != 16 or weight.dtype == torch.bfloat16)
+    shape = (weight.shape[0], weight.shape[1])
     if bits == 16:
-        return PackedWeight(*_packed(weight), (weight.shape[0], weight.shape[1]), bits)
-    parts = [_quantized(part, bits) for part in torch.split(weight, _MOST_AT_ONCE)]
+        return PackedWeight(*_packed(weight), shape, bits)
+    group = GROUP_OF_4_BITS if bits == 4 else group_of_8_bits
+    parts = [_quantized(part, bits, group, input_factors) for part in torch.split(weight, _MOST_AT_ONCE)]
     values, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return PackedWeight(values, scales, (weight.shape[0], weight.shape[1]), bits)
+    return PackedWeight(values, scales, shape, bits, input_factors=input_factors)
+
+
+def factors_for(size_of_inputs: Tensor) -> Tensor:
+    """Factors [K] for inputs whose numbers have these sizes [K], the roots of their mean squares.
+
+    The noise of rounded inputs grows with the largest numbers times all weights, and that of rounded weights with the
+    largest weights times all inputs; for both together it is best to move the square root of an input's size into its
+    weights. Inputs that are hardly ever there are taken as a hundredth of the mean.
+    """
+    sizes = size_of_inputs.float()
+    return sizes.clamp_min(_LEAST_SIZE * sizes.mean()).rsqrt()
 
 
 def pack_numbers(numbers: Tensor, scales: Tensor, bits: int) -> PackedWeight:
@@ -135,10 +159,11 @@ def can_be_group(size: int, depth: int) -> bool:
 
 
 def can_be_merged(weights: list[PackedWeight]) -> bool:
-    """Whether all are rounded in the same way, and none has padding."""
+    """Whether all are rounded in the same way, as are their inputs, and none has padding."""
     sizes = [weight.shape[0] for weight in weights]
     kinds = {(weight.bits, weight.scales.shape[1], weight.scales.dtype, weight.is_rotated) for weight in weights}
-    return len(kinds) == 1 and all(n % LANES == 0 and n >= LEAST_COLUMNS for n in sizes)
+    is_alike = len(kinds) == 1 and all(_have_same_factors(weights[0], weight) for weight in weights)
+    return is_alike and all(n % LANES == 0 and n >= LEAST_COLUMNS for n in sizes)
 
 
 def merge(weights: list[PackedWeight]) -> PackedWeight:
@@ -165,7 +190,8 @@ def quantize_rows(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
 
     A row with a number that is not finite has scales that are NaN.
     """
-    rotated = torch.nn.functional.pad(rotate(x.float(), weight.rotation), (0, weight.padded_depth - x.shape[1]))
+    x = x.float() if weight.input_factors is None else x.float() * weight.input_factors
+    rotated = torch.nn.functional.pad(rotate(x, weight.rotation), (0, weight.padded_depth - x.shape[1]))
     grouped = rotated.view(len(x), weight.num_groups, -1)
     largest = grouped.abs().amax(-1, keepdim=True)
     factors = torch.where(largest > 0, 127 / largest, 0.0)
@@ -195,6 +221,12 @@ def _hadamard(size: int) -> Tensor:
     return matrix / math.sqrt(size)
 
 
+def _have_same_factors(one: PackedWeight, other: PackedWeight) -> bool:
+    if one.input_factors is None or other.input_factors is None:
+        return one.input_factors is other.input_factors
+    return torch.equal(one.input_factors, other.input_factors)
+
+
 def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
     """bfloat16 weights as PackedWeight has them, and no scales."""
     padding = (0, weight.shape[1] % 2, 0, _padding(weight.shape[0]))
@@ -205,11 +237,12 @@ def _packed(weight: Tensor) -> tuple[Tensor, Tensor]:
     return values, torch.empty(blocks, 0, LANES)
 
 
-def _quantized(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def _quantized(weight: Tensor, bits: int, group: int | None, input_factors: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A group of None is a column."""
     num_columns, depth = weight.shape
-    group = GROUP_OF_4_BITS if bits == 4 else 4
-    padded = torch.nn.functional.pad(rotate(weight.float()), (0, -depth % group, 0, _padding(num_columns)))
-    grouped = padded.view(len(padded), -1, group if bits == 4 else padded.shape[1])
+    divided = weight.float() if input_factors is None else weight.float() / input_factors
+    padded = torch.nn.functional.pad(rotate(divided), (0, -depth % (group or 4), 0, _padding(num_columns)))
+    grouped = padded.view(len(padded), -1, group or padded.shape[1])
     if bits == 8:
         scales = grouped.abs().amax(-1, keepdim=True) / 127
     else:

@@ -63,10 +63,11 @@ class Matrix:
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        """Weights, scales, bias."""
+        """Weights, scales, factors, bias."""
         weight = self.weight
-        parts = [weight.values, weight.scales] if isinstance(weight, PackedWeight) else [weight, None]
-        return [*parts, self.bias]
+        if isinstance(weight, PackedWeight):
+            return [weight.values, weight.scales, weight.input_factors, self.bias]
+        return [weight, None, None, self.bias]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

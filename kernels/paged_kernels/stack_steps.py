@@ -18,8 +18,8 @@ from paged_kernels.vector import pointer
 
 # The table has a row for each layer, of addresses and of the last three.
 _ATTENTION_NORM, _Q_NORM, _K_NORM, _MLP_NORM, _KEYS, _VALUES, _KEY_SCALES, _VALUE_SCALES = range(8)
-_QKV, _OUTPUT, _GATE_UP, _DOWN = range(8, 20, 3)  # weights, scales, bias
-_WINDOW, _CHUNK, _GROUP = 20, 21, 22
+_QKV, _OUTPUT, _GATE_UP, _DOWN = range(8, 24, 4)  # weights, scales, factors, bias
+_WINDOW, _CHUNK, _GROUP = 24, 25, 26
 
 
 class Kernels(NamedTuple):
@@ -166,7 +166,8 @@ def _multiply(
     sizes = operation.sizes
     work = num_rows * sizes[0] * sizes[1]
     num_threads = 1 if work < SERIAL_PRODUCT else options.num_threads
-    matrix = (layer[column], layer[column + 1], layer[column + 2], sizes, operation.rounding)
+    addresses = (layer[column], layer[column + 1], layer[column + 2], layer[column + 3])
+    matrix = (*addresses, sizes, operation.rounding)
     call(kernels.multiply, (kernels.multiply_parts, types, x, sizes[1], matrix, out, num_rows, num_threads))
 
 
