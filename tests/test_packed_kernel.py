@@ -214,9 +214,9 @@ def test_weights_take_two_bytes_or_one_or_little_more_than_half(bits: int, size:
 
 
 OTHER_CPU = """
-import torch
+import sys, torch
 from paged_kernels import pack, packed_linear, reference, vector
-assert not vector.DOTS_QUADS and not vector.DOTS_BFLOAT16 and vector.WIDTH == 8
+assert not vector.DOTS_QUADS and not vector.DOTS_BFLOAT16 and vector.WIDTH == int(sys.argv[1])
 generator = torch.Generator().manual_seed(0)
 weight = torch.randn(200, 576, generator=generator).bfloat16()
 for bits in (16, 8, 4):
@@ -228,14 +228,20 @@ for bits in (16, 8, 4):
 """
 
 
+OLD = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cmov,+cx8"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # it compiles
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="names a CPU of another kind")
-def test_cpus_without_instructions_for_it_compute_the_same(tmp_path: Path) -> None:
-    features = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+cmov,+cx8"
-    environment = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("cpu", "features", "width"),
+    [("haswell", OLD + ",+avx,+avx2,+fma,+f16c,+bmi,+bmi2", 8), ("nehalem", OLD, 4)],
+)
+def test_cpus_without_instructions_for_it_compute_the_same(tmp_path: Path, cpu: str, features: str, width: int) -> None:
+    environment = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "NUMBA_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
-        [sys.executable, "-c", OTHER_CPU],
+        [sys.executable, "-c", OTHER_CPU, str(width)],
         env=os.environ | environment,
         capture_output=True,
         text=True,
