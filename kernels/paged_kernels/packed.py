@@ -161,11 +161,11 @@ def _prepare(
     for r in range(first, end):
         source = array_at(x, r * stride, depth, types[0])
         row = rows[r * width : (r + 1) * width]
-        if rounding is None and source.itemsize == rows.itemsize:
-            row[:depth] = source
-            row[depth:] = 0
-        elif rounding is None:
-            _widen(source, row)
+        if rounding is None:
+            if source.itemsize == rows.itemsize:
+                row[:depth] = source
+            else:
+                _widen(source, row)
             row[depth:] = 0
         else:
             scales = slice(r * num_scales, (r + 1) * num_scales)
